@@ -73,8 +73,10 @@ def run_kernels(
     """Run a method by kernels; `tensors` are those of its options that are numbers (`option_tensors`)."""
     fixed = {name: value for name, value in selector.options.items() if name not in tensors}
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
+    device = inputs.query.device
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     # Triton launches on the current device
-    with torch.cuda.device(inputs.query.device) if inputs.query.is_cuda else contextlib.nullcontext():
+    with contextlib.nullcontext() if is_current else torch.cuda.device(device):
         chosen = _chosen(
             inputs,
             selector.block_size,

@@ -109,8 +109,7 @@ def thresholds(problem: BlockProblem, gamma: float | Tensor, rule: ThresholdRule
 @kernel
 def _line_kernel(
     sums,
-    base,
-    factor,
+    norms,
     last_rows,
     kv_edges,
     thresholds,  # (2, batch, num_heads)
@@ -132,7 +131,7 @@ def _line_kernel(
         p_threshold += tl.num_programs(1)
         p_candidates += num_kv_blocks
     threshold = tl.load(p_threshold).to(tl.float32)
-    b_base, b_factor, b_own, num_rows = load_rows(base, factor, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
+    b_base, b_factor, b_own, num_rows = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
     if OF_DIAGONALS:
         b_total = diagonal_sums(
             sums, kept, b_base, b_factor, b_own, head, o_line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
@@ -158,7 +157,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms.base, last.norms.factor, last.rows, problem.packed_edges.kv_edges, thresholds, kept,
+            last.sums.blocks, last.norms, last.rows, problem.packed_edges.kv_edges, thresholds, kept,
             num_heads, blocks, min(near, MOST_BLOCKS),
             OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip

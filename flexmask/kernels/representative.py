@@ -6,6 +6,7 @@ row's phase leads or trails the key's (derived in `flexmask.plain.vertical_slash
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from flexmask.base.visibility import num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 
 BLOCKS_PER_PROGRAM = 16
-# shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)
+# bytes of shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)
 _SHARED_MEMORY = 101_376
 
 
@@ -164,17 +165,39 @@ def _block_sums_kernel(
         tl.store(chunks + o_chunks + 1, b_chunk_total)
 
 
-def _pipeline_stages(block_size: int, tile: int, padded_dim: int, itemsize: int) -> int:
+def _tiles(head_dim: int, itemsize: int, block_size: int) -> tuple[int, int]:
+    """Rows and keys at a time: as many as registers and shared memory hold."""
+    if itemsize > 2:
+        rows, keys = (32, 32) if head_dim <= 256 else (16, 16)
+    elif head_dim <= 128:
+        rows, keys = 128, 64
+    elif torch.version.hip is not None:
+        rows, keys = 32, 32
+    else:
+        rows, keys = (128, 64) if head_dim <= 256 else (64, 32)
+    rows = min(rows, block_size & -block_size)
+    return rows, min(keys, rows)
+
+
+def _pipeline_stages(block_size: int, tile: int, row_bytes: int, device: torch.device) -> int:
     """Stages of the loop over key blocks, as many as fit into shared memory; changes no result.
 
     Triton buffers each load of the unrolled loop: every stage but one takes a whole block of keys.
     """
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory
-    row = padded_dim * itemsize
-    buffered = _SHARED_MEMORY - 2048 - tile * row
-    # by comparisons: block_size may be symbolic, the number of stages must not
-    return 3 if 2 * block_size * row <= buffered else 2 if block_size * row <= buffered else 1
+    tile_bytes, block_bytes = 2048 + tile * row_bytes, block_size * row_bytes
+    if tile_bytes + block_bytes <= _SHARED_MEMORY:
+        return 3 if tile_bytes + 2 * block_bytes <= _SHARED_MEMORY else 2
+    # Hopper's products read shared memory: two stages take two blocks
+    return 2 if tile_bytes + 2 * block_bytes <= _shared_memory(device) else 1
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _SHARED_MEMORY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
 
 def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> BlockSums:
@@ -183,9 +206,7 @@ def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> B
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     blocks = num_blocks(kv_len, block_size)
-    tile = min(128 if head_dim <= 128 and query.dtype != torch.float32 else 32, block_size & -block_size)
-    if head_dim * query.element_size() > 1024:
-        tile = min(tile, 16)
+    tile, keys = _tiles(head_dim, query.element_size(), block_size)
     groups = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
@@ -196,11 +217,11 @@ def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> B
         query, key, last_rows, last_rows if mask is None else mask, sums, chunks,
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=min(64, tile), GROUPS=groups,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, GROUPS=groups,
         BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None,
         PADDED=mask is not None,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,
-        num_stages=_pipeline_stages(block_size, tile, padded_dim, query.element_size()),
+        num_stages=_pipeline_stages(block_size, tile, padded_dim * query.element_size(), query.device),
     )  # fmt: skip
     return BlockSums(sums, chunks)

@@ -16,15 +16,8 @@ from flexmask.kernels.visibility import WHICH, PackedEdges, kv_edges_of
 LINES_PER_PROGRAM = 8
 
 
-class RowNorms(NamedTuple):
-    """A row's softmax is ``exp2(score - base) * factor``; both (batch, num_heads, block_size) float32."""
-
-    base: Tensor
-    factor: Tensor  # 0 for rows not taken
-
-
 @kernel
-def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _row_norms_kernel(chunks, norms, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     o_slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     b_highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -39,28 +32,30 @@ def _row_norms_kernel(chunks, base, factor, num_chunks, ROWS: tl.constexpr, TILE
         b_weight = tl.exp2(b_peaks - b_base[None, :])
         b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.load(p_chunks + 1, mask=m_chunk, other=0.0) * b_weight, 0)
         b_highest = b_higher
-    o_row = head * BLOCK_SIZE + o_slot
-    tl.store(base + o_row, tl.where(b_highest == float("-inf"), 0.0, b_highest))
-    tl.store(factor + o_row, tl.where(b_total == 0, 0.0, 1.0 / tl.where(b_total == 0, 1.0, b_total)))
+    p_norms = norms + (head * BLOCK_SIZE + o_slot) * 2
+    tl.store(p_norms, tl.where(b_highest == float("-inf"), 0.0, b_highest))
+    tl.store(p_norms + 1, tl.where(b_total == 0, 0.0, 1.0 / tl.where(b_total == 0, 1.0, b_total)))
 
 
-def row_norms(sums: BlockSums) -> RowNorms:
+def row_norms(sums: BlockSums) -> Tensor:
+    """The base and the factor by which a row's softmax is ``exp2(score - base) * factor``; the factor of rows not taken is 0."""
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
-    base, factor = (sums.chunks.new_empty((batch, num_heads, block_size)) for _ in range(2))
+    norms = sums.chunks.new_empty((batch, num_heads, block_size, 2))
     _row_norms_kernel[(block_size // 16, batch * num_heads)](
-        sums.chunks, base, factor, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size
+        sums.chunks, norms, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size
     )
-    return RowNorms(base, factor)
+    return norms
 
 
 @triton.jit
-def load_rows(base, factor, last_rows, head, batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+def load_rows(norms, last_rows, head, batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """The rows' base, factor and key blocks, (1, PADDED_SIZE), and their number."""
     o_slot = tl.arange(0, PADDED_SIZE)
     m_slot = o_slot < BLOCK_SIZE
-    b_base = tl.load(base + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
-    b_factor = tl.load(factor + head * BLOCK_SIZE + o_slot, mask=m_slot, other=0.0)[None, :]
+    p_norms = norms + (head * BLOCK_SIZE + o_slot) * 2
+    b_base = tl.load(p_norms, mask=m_slot, other=0.0)[None, :]
+    b_factor = tl.load(p_norms + 1, mask=m_slot, other=0.0)[None, :]
     b_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=m_slot, other=-1)
     num_rows = tl.maximum(tl.sum((b_row >= 0).to(tl.int32), 0), 1).to(tl.float32)
     # rows not taken sum to 0
@@ -125,8 +120,7 @@ def diagonal_sums(
 @kernel
 def _lines_kernel(
     sums,
-    base,
-    factor,
+    norms,
     last_rows,
     kv_edges,
     lines,  # float32
@@ -139,7 +133,7 @@ def _lines_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_base, b_factor, b_own, num_rows = load_rows(base, factor, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
+    b_base, b_factor, b_own, num_rows = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(
@@ -160,7 +154,7 @@ class RepresentativeMass(NamedTuple):
 
     rows: Tensor  # (batch, 1 + block_size) int32: a plane of `PackedEdges.last_rows`
     sums: BlockSums
-    norms: RowNorms
+    norms: Tensor  # from `row_norms`, (batch, num_heads, block_size, 2) float32
 
 
 def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
@@ -172,7 +166,7 @@ def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks, norms.base, norms.factor, last_rows, edges.kv_edges, lines, num_heads, blocks,
+        sums.blocks, norms, last_rows, edges.kv_edges, lines, num_heads, blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
@@ -189,7 +183,7 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     rows, sums, norms = mass.rows[:, 1:].long(), mass.sums, mass.norms
     q_block = (rows.clamp(min=0) // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     # in place: each map is as large as a quarter of the sums
-    by_row = sums.blocks[..., 0] - norms.base.unsqueeze(-2)
-    by_row.exp2_().mul_(sums.blocks[..., 1]).mul_(norms.factor.unsqueeze(-2))
+    by_row = sums.blocks[..., 0] - norms[..., 0].unsqueeze(-2)
+    by_row.exp2_().mul_(sums.blocks[..., 1]).mul_(norms[..., 1].unsqueeze(-2))
     held = by_row.mT.masked_fill_(keep.gather(2, q_block).logical_not_(), 0.0).sum((-2, -1))
     return held / (rows >= 0).sum(-1).clamp(min=1)[:, None]
