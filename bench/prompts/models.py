@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,38 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.serving.latent_shapes import LATENT
-
-# sizes from the models' own config.json; no weights
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-3.1-8b": (
-        "Llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-            "max_position_embeddings": 131072 + 256,
-            "rms_norm_eps": 1e-5,
-        },
-    ),
-    "qwen3-8b": (
-        "Qwen3",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "max_position_embeddings": 131072 + 256,
-        },
-    ),
-}
-ALL_SHAPES = {**SHAPES, **LATENT}
+# config.json of models without weights: sizes from their own, in the last three with dense or fewer experts (bench/README.md)
+SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -70,11 +42,8 @@ def _load_parallel(options: argparse.Namespace) -> Any:
 
 def shape_config(shape: str, layers: int | None = None) -> Any:
     """The config of a known shape, perhaps with fewer layers than the model has."""
-    family, sizes = ALL_SHAPES[shape]
-    kind = {"DeepseekV3": "deepseek_v3"}.get(family, family.lower())
-    config = AutoConfig.for_model(kind, **{**sizes, **({"num_hidden_layers": layers} if layers else {})})
-    config.architectures = [f"{family}ForCausalLM"]
-    return config
+    sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
+    return AutoConfig.for_model(**sizes)
 
 
 def random_model(options: argparse.Namespace) -> Any:

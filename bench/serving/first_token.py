@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bench.prompts.models import ALL_SHAPES, shape_config
+from bench.prompts.models import SHAPES, shape_config
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers its method
 from bench.speed.clock import device_name, kernels_of
@@ -43,7 +43,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="folder of a model")
-    which.add_argument("--shape", choices=sorted(ALL_SHAPES), help="this model's shape, with random weights")
+    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stock", action="store_true", help="vLLM's FLASH_ATTN, without the plug-in")
@@ -59,6 +59,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--utilization", type=float, default=0.9, help="share of the GPU's memory, as vLLM's")
     parser.add_argument("--cache-gb", type=float, help="GiB of KV cache; default: what vLLM finds to be left")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="JSON: more arguments of vllm.LLM, which replace those above"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--run", help="a name: only rows of the same one are compared")
@@ -130,7 +133,7 @@ def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[
         from bench.retriever.task import make_prompt
 
         return [make_prompt(tokens, 16, 1, seed).token_ids.tolist() for seed in range(number)]
-    vocabulary = ALL_SHAPES[options.shape][1]["vocab_size"]
+    vocabulary = SHAPES[options.shape]["vocab_size"]
     return [random.Random(seed).choices(range(1000, vocabulary), k=tokens) for seed in range(number)]
 
 
@@ -220,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Start the engine, measure."""
     options = parse(arguments)
     start = time.perf_counter()
-    llm = make_engine(options)
+    llm = make_engine(options, **options.engine)
     started = time.perf_counter() - start
     import vllm
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.decoding import decode, prefill
-from bench.prompts.models import ALL_SHAPES, load, prompt_ids
+from bench.prompts.models import SHAPES, load, prompt_ids
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import kernels_of, synchronize
@@ -97,7 +97,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(ALL_SHAPES), required=True, help="this model's shape")
+    parser.add_argument("--shape", choices=sorted(SHAPES), required=True, help="this model's shape")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768], help="lengths of the prompts")
     parser.add_argument("--chunk", type=int, help="prefill in chunks of this many tokens")
     parser.add_argument("--density", type=float, nargs="*", default=[], help="densities to force with random blocks")

@@ -69,6 +69,20 @@ def test_wide_heads_run_where_the_kernel_takes_64_keys(cuda, device):
         assert_same_attention(out, it.under(torch.ones_like(keep))[0])
 
 
+def test_blocks_of_256_run_or_are_refused_in_the_kernels_words(cuda, device):
+    found = flash_verdict(PLAIN._replace(block_size=256), device)
+    assert found is not None
+    it = call(1500, head_dims=(128, 128), dtype=torch.bfloat16, block_size=256, gamma=0.3)
+    if found.reason:
+        with pytest.raises(ValueError, match="cannot run here"):
+            it.attend(cuda, backend="flash")
+        return
+    keep = it.case.to(cuda).search().keep
+    assert_same_attention(it.attend(cuda, backend="flash"), it.under(keep)[0])
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(it.attend(cuda, backend="flash"), it.under(torch.ones_like(keep))[0])
+
+
 def test_the_check_sees_ignored_block_lists(device):
     def ignoring(inputs, mask, return_lse):
         rows = torch.arange(mask.kv_indices.shape[2], device=device)

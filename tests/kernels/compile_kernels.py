@@ -110,8 +110,9 @@ def launched(problem: Problem) -> dict[str, Variant]:
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
         config = Config(0.5, 0.5, **options)
-        fixed = {name: value for name, value in config.options.items() if name not in numbers}
-        tensors = {name: value for name, value in numbers.items() if name in config.options}
+        # in a caller's graph numbers are tensors, else arguments
+        tensors = {name: value for name, value in numbers.items() if name in config.options and rich}
+        fixed = {name: value for name, value in config.options.items() if name not in tensors}
         inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
         statistics = ("row_coverage",) if rich else ()
         _chosen(inputs, block_size, choose, fixed, tensors, with_map=rich, statistics=statistics, by_kernels=True)

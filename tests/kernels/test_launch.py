@@ -5,6 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 from flexmask.kernels.launch import kernel
 from tests.kernels.launched_kernel import add
 
@@ -35,3 +37,22 @@ def test_every_launch_gives_its_own_result(cuda):
                                 expected = view[:length].to(dtype).double() * times + constant
                                 found = added(run, given, length, times, constant)
                                 torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_constants_out_of_order_are_refused(cuda):
+    x = torch.ones(4, device=cuda)
+    with pytest.raises(TypeError, match=r"in the order \('CONSTANT',\)"):
+        made()[(4,)](x, torch.zeros_like(x), 4, 2, 1, num_warps=1, CONSTANT=3)
+
+
+@pytest.mark.skipif(not hasattr(triton, "knobs"), reason="hooks have another place before Triton 3.4")
+def test_a_profilers_hook_sees_every_launch(cuda):
+    run, x, seen = made(), torch.ones(4, device=cuda), []
+    added(run, x, 4, 2, 0)
+    triton.knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        for _ in range(2):
+            added(run, x, 4, 2, 0)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 2
