@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_count, check_share
-from flexmask.base.scores import capped, products
+from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, method
 
@@ -64,7 +64,7 @@ def flash_prefill_mask(
     True
     """
     inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
-    scores = capped(products(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
+    scores = capped(grouped_scores(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
     behind = problem.row_positions().unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
     sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (behind >= 0)
     if inputs.window is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_count
-from flexmask.base.scores import capped, products
+from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, whole_blocks
 from flexmask.method import BlockProblem, method
 
@@ -105,7 +105,7 @@ def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:
     # (batch, num_heads, num_q_blocks * size / query_stride, head_dim)
     query = whole_blocks(inputs.query, 2, size)[:, :, :, ::query_stride].flatten(2, 3).contiguous()
     rows = in_blocks(tokens.row_valid, size, False)[:, :, ::query_stride].flatten(1)
-    scores = capped(products(query, key) * inputs.scale, inputs.softcap)
+    scores = capped(grouped_scores(query, key) * inputs.scale, inputs.softcap)
     lowest = torch.finfo(scores.dtype).min
     scores = torch.where((rows.unsqueeze(-1) & (counts > 0).mT)[:, None], scores.nan_to_num(lowest), lowest)
     return scores.unflatten(2, (-1, size // query_stride)).amax(3)

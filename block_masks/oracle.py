@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_share
-from flexmask.base.scores import capped, masked_softmax, products, top_p
+from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.method import BlockProblem, method
 
@@ -47,7 +47,7 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     """
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
     visible = visible_keys(problem.row_positions(), tokens.row_valid, tokens, inputs.window)[:, None]
-    scores = capped(products(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
+    scores = capped(grouped_scores(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
     attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
     mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
     return top_p(mass, problem.visible, problem.as_tensor(gamma))

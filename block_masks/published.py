@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,85 +89,43 @@ def published_mask(
     >>> published_mask(query, key, gamma=0.9, block_size=64, min_budget=128).shape
     (1, 4, 512, 512)
     """
-    size, seen = problem.block_size, problem.seen
-    budget = (blocks_of(min_budget, size) or 0, blocks_of(max_budget, size))
-    shares = (problem.as_tensor(gamma), problem.as_tensor(tau))
-    last = plain.representative_mass(problem, "last")
-    key_means = problem.key_means()
+    size, seen, gamma = problem.block_size, problem.seen, problem.as_tensor(gamma)
+    blocks = seen.visible.shape[-1]
+    least, cap = blocks_of(min_budget, size) or 0, blocks_of(max_budget, size)
+    most = blocks if cap is None else min(cap, blocks)
+    last, key_means = plain.representative_mass(problem, "last"), problem.key_means()
     # the published scores have no term for the number of keys
     counts = torch.ones_like(problem.key_counts())
-    estimated = estimated_attention(problem, last.rows, key_means, counts)
-    pooled = pooled_map(problem, key_means, counts)
-    chosen = _published_choice(last.attention, estimated, pooled, shares, budget)
-    keep = extended_lines(chosen.vertical, chosen.slash, seen) | chosen.query_aware
-    keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
-    return Choice(
-        block_lists(keep, seen.full),
-        keep,
-        {
-            "is_query_aware": lambda _: chosen.is_query_aware,
-            "js_distance": lambda _: chosen.distance,
-            "num_vertical_blocks": lambda _: chosen.num_vertical,
-            "num_slash_blocks": lambda _: chosen.num_slash,
-            "coverage": lambda keep: plain.coverage(problem, last, keep),
-        },
+
+    by_token = (last.attention.mean(2), _by_offset(last.attention))
+    vertical, slash = (tokens.unflatten(-1, (blocks, size)).sum(-1) for tokens in by_token)
+    distance = _distance_with_nan(estimated_attention(problem, last.rows, key_means, counts), vertical)
+    is_query_aware = distance < problem.as_tensor(tau)
+    num_vertical, num_slash = (
+        torch.where(is_query_aware, min(least, most), _budget(tokens, gamma).clamp(min=least).clamp(max=most))
+        for tokens in by_token
     )
 
-
-class _Choice(NamedTuple):
-    """Lines and blocks of each head, before the blocks that every row keeps."""
-
-    vertical: Tensor  # (batch, num_heads, num_blocks) bool
-    slash: Tensor  # the same shape
-    query_aware: Tensor  # (batch, num_heads, num_blocks, num_blocks) bool
-    is_query_aware: Tensor  # (batch, num_heads)
-    distance: Tensor
-    num_vertical: Tensor
-    num_slash: Tensor
-
-
-def _published_choice(
-    attention: Tensor, estimated: Tensor, pooled: Tensor, shares: tuple[Tensor, Tensor | float], budget: tuple[int, int | None]
-) -> _Choice:
-    """Select as the published code does.
-
-    `attention`, (batch, num_heads, block_size, kv_len) float32, is that of the last rows; `estimated`, (batch, num_heads,
-    num_blocks), that of the pooled last block, `pooled` of all pooled blocks. `shares` are gamma, (num_heads,), and tau, 0-d or
-    the number 0; `budget` floor and cap of the two counts, in blocks.
-    """
-    gamma, tau = shares
-    min_blocks, max_blocks = budget
-    blocks, block_size = estimated.shape[-1], attention.shape[2]
-    vertical_tokens = attention.mean(2)
-    slash_tokens = _by_offset(attention)
-    vertical = vertical_tokens.unflatten(-1, (blocks, block_size)).sum(-1)
-    slash = slash_tokens.unflatten(-1, (blocks, block_size)).sum(-1)
-    distance = _distance_with_nan(estimated, vertical)
-    is_query_aware = distance < tau
-
-    highest = blocks if max_blocks is None else min(max_blocks, blocks)
-    num_vertical = _budget(vertical_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
-    num_slash = _budget(slash_tokens, gamma).clamp(min=min_blocks).clamp(max=highest)
-    floor = min(min_blocks, highest)
-    num_vertical = torch.where(is_query_aware, floor, num_vertical)
-    num_slash = torch.where(is_query_aware, floor, num_slash)
-
-    flat = pooled.flatten(2)
-    ordered, order = flat.sort(dim=-1, descending=True, stable=True)
+    ordered, order = pooled_map(problem, key_means, counts).flatten(2).sort(dim=-1, descending=True, stable=True)
     share = gamma.unsqueeze(-1)
     # scatter before comparing: Inductor 2.11 cannot fuse the comparison into a long running sum
     sums = running_sums(ordered, gamma.dtype)
     sums = torch.zeros_like(sums).scatter(-1, order, sums)
     # at gamma 1 rounding must not decide
-    query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks))
-    return _Choice(
-        _top(vertical, num_vertical),
-        _top(slash, num_slash),
-        query_aware & is_query_aware[..., None, None],
-        is_query_aware,
-        distance,
-        num_vertical,
-        num_slash,
+    query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
+
+    keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), seen) | query_aware
+    keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
+    return Choice(
+        block_lists(keep, seen.full),
+        keep,
+        {
+            "is_query_aware": lambda _: is_query_aware,
+            "js_distance": lambda _: distance,
+            "num_vertical_blocks": lambda _: num_vertical,
+            "num_slash_blocks": lambda _: num_slash,
+            "coverage": lambda keep: plain.coverage(problem, last, keep),
+        },
     )
 
 

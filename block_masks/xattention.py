@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.options import check_count, check_share
-from flexmask.base.scores import capped, masked_softmax, products, top_p
+from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, method
 
@@ -67,7 +67,7 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
     query = whole_blocks(query, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flip(3).flatten(3)
     key = whole_blocks(key, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flatten(3)
-    scores = capped(products(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
+    scores = capped(grouped_scores(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
 
     first_row = problem.tokens.offset.unsqueeze(-1) + stride * torch.arange(query.shape[2], device=query.device)
     ahead = first_row.unsqueeze(-1) - stride * torch.arange(key.shape[2], device=key.device)  # of the row group, in tokens

@@ -12,20 +12,13 @@ def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
     """``query @ key^T`` in float32 where groups of query heads share a key head, (batch, num_heads, rows, columns)."""
     batch, num_heads, rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    query = query.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
-    scores = query.float() @ key.flatten(0, 1).transpose(1, 2).float()
-    return scores.reshape(batch, num_heads, rows, key.shape[2])
-
-
-def products(query: Tensor, key: Tensor) -> Tensor:
-    """As `grouped_scores`; on CUDA half-precision operands go to tensor cores as they are: exact products, summed in float32."""
-    half = query.dtype == key.dtype and query.dtype in (torch.float16, torch.bfloat16)
-    if not (half and query.is_cuda and HAS_BMM_TO_FLOAT32):
-        return grouped_scores(query, key)
-    batch, num_heads, rows, head_dim = query.shape
-    num_kv_heads = key.shape[1]
     together = query.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, head_dim)
-    scores = torch.bmm(together, key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+    columns = key.flatten(0, 1).transpose(1, 2)
+    if query.is_cuda and HAS_BMM_TO_FLOAT32 and query.dtype == key.dtype and query.dtype != torch.float32:
+        # tensor cores take half precision as it is: exact products, summed in float32
+        scores = torch.bmm(together, columns, out_dtype=torch.float32)
+    else:
+        scores = together.float() @ columns.float()
     return scores.reshape(batch, num_heads, rows, key.shape[2])
 
 
@@ -58,11 +51,8 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def running_sums(values: Tensor, precision: torch.dtype) -> Tensor:
-    """Cumulative sums over the last dimension, in `precision`: torch.float64 or torch.float32.
-
-    `values` are float32 >= 0 with sums of at most 2**22; NaN affects only its line. A running float32 sum over a large map never
-    reaches 0.99 of its total: without float64 the sums are int64, of values cut to 40 binary places.
-    """
+    """Cumulative sums over the last dimension of float32 values >= 0, sums of at most 2**22; NaN affects only its line."""
+    # a running float32 sum over a large map never reaches 0.99 of its total: without float64, int64 of 40 binary places
     if precision == torch.float64:
         return values.double().cumsum(-1)
     return (values * 2.0**_FRACTION_BITS).to(torch.int64).cumsum(-1).float() * 2.0**-_FRACTION_BITS
