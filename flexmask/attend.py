@@ -1,8 +1,4 @@
-"""Attention of a checked call: dense where the policy says so, else one group of heads after the other.
-
-A group's mask has all its heads: another number of heads is another compilation. Dense heads have empty lists, which the sparse
-kernel skips; SDPA fills their outputs.
-"""
+"""Attention of a checked call: dense where the policy says so, else one group of heads after the other."""
 
 from __future__ import annotations
 
@@ -69,10 +65,7 @@ def attend(
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
 ) -> Attended:
-    """`sparse_attention` of checked inputs; autocast does not affect it.
-
-    `statistics` are names of `flexmask.stats.STATISTICS`; `with_maps` also returns the selections with their maps of kept blocks.
-    """
+    """`sparse_attention` of checked inputs, whatever autocast; `statistics` by name, `with_maps` also the selections."""
     is_dense = all(plan.key_heads)
     with without_autocast(inputs.query.device):
         # a named backend that cannot run is refused at every length
@@ -138,10 +131,9 @@ def attend_heads(
     backend: ChosenBackend,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
-    """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense.
+    """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense: `dense`, and those over `most_kept`.
 
-    `inputs` are a whole prompt without anything special where only some key heads are `dense`. `selection` is None if all are.
-    `most_kept` is the density above which others run dense too.
+    Some dense heads have empty lists in the mask of all: another number of heads is another compilation.
     """
     if selection is not None and most_kept is not None:
         more = _keeps_more(selection.lists, len(dense), most_kept)

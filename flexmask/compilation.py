@@ -31,11 +31,9 @@ _log = logging.getLogger("flexmask")
 
 
 def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *variant: Hashable) -> Callable[..., Any]:
-    """`function`, which can be traced whole, compiled with fullgraph, once per `numbers` and `variant`, what its calls share.
+    """`function` compiled with fullgraph, once per `numbers`, `variant` and `ambient_state`; traced, the plain function.
 
-    Every variant and `ambient_state` has its own code object, by which torch counts recompilations. `numbers` stay
-    constants; another size or number that changes between calls is compiled again once, as symbolic. Running out of these raises
-    RuntimeError. Inside a surrounding ``torch.compile`` it is the plain function.
+    `numbers` stay constants; another that changes between calls becomes symbolic. Running out of recompilations raises.
     """
     if is_traced():
         return function

@@ -30,13 +30,9 @@ class DensePlan(NamedTuple):
 
 
 class DensePolicy(NamedTuple):
-    """When dense attention runs instead of a selection.
+    """When dense attention runs instead of a selection."""
 
-    `dense_below`, tokens: shorter prompts run dense; 0 switches the policy off, except for fewer rows than `least_rows` and for
-    `dense_layers`, indices.
-    """
-
-    dense_below: int = DENSE_BELOW
+    dense_below: int = DENSE_BELOW  # tokens; 0 switches the policy off, except for the two below
     least_rows: int = 2
     dense_layers: tuple[int, ...] = ()
 
@@ -49,11 +45,7 @@ class DensePolicy(NamedTuple):
         return None
 
     def plan(self, inputs: AttentionInputs, selector: CallSelector, return_lse: bool = False) -> DensePlan:
-        """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head.
-
-        Comparing with `most_kept` reads the lists, without a wait only on a CPU. A user's function may hide what dense attention
-        sees.
-        """
+        """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head."""
         num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
         per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all
         fits = self.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
@@ -65,6 +57,7 @@ class DensePolicy(NamedTuple):
         # in a surrounding compilation nothing orders what empties lists before what reads them
         if not fits or inputs.needs_grad or is_traced():
             return DensePlan(None, [False] * num_kv_heads)
+        # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
         reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
         key_heads = [all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)]
         return DensePlan(None, key_heads, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)

@@ -67,10 +67,7 @@ def saved_settings(config: Any) -> PrefillSettings | None:
 def found_settings(
     named: PrefillSettings | None, *configs: Any, saved: Callable[[Any], PrefillSettings | None] = saved_settings
 ) -> tuple[PrefillSettings, str]:
-    """The named settings, else those in the first of a model's configs that has some, else the defaults.
-
-    Also which they are: "named", "config" or "defaults". `saved` reads a config.
-    """
+    """The named settings, else those that `saved` reads in the first config with some, else the defaults; and which they are."""
     if named is not None:
         return named, "named"
     given = next((settings for settings in map(saved, configs) if settings is not None), None)

@@ -1,8 +1,4 @@
-"""From query and key to the kept blocks: a method runs by kernels, which are launched, or in plain steps.
-
-Plain steps are compiled on accelerators only. Inside a surrounding ``torch.compile`` they are traced, and the kernels are one
-operator. Options that are numbers become tensors on the device: another value is not another compilation.
-"""
+"""From query and key to the kept blocks: a method runs by kernels, which are launched, or in plain steps."""
 
 from __future__ import annotations
 
@@ -45,10 +41,7 @@ def select_blocks(
     with_map: bool = False,
     statistics: tuple[str, ...] = (),
 ) -> Selection:
-    """Choose the blocks of every head, outside of autograd and autocast.
-
-    `heads` are those of the call that `inputs` hold (default: all).
-    """
+    """Choose the blocks of every head, outside of autograd and autocast; `heads` of the call (default: all) are in `inputs`."""
     with torch.no_grad(), without_autocast(inputs.query.device):
         query, by_kernels = inputs.query, selector.runs_kernels(inputs.query)
         # a launch takes numbers as they are
@@ -77,16 +70,7 @@ def run_kernels(
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     # Triton launches on the current device
     with contextlib.nullcontext() if is_current else torch.cuda.device(device):
-        chosen = _chosen(
-            inputs,
-            selector.block_size,
-            selector.method.choose,
-            fixed,
-            tensors,
-            with_map=wants_map,
-            statistics=statistics,
-            by_kernels=True,
-        )
+        chosen = _chosen(inputs, selector.block_size, selector.method.choose, fixed, tensors, wants_map, statistics, True)
     return _selection(selector, chosen, with_map, statistics)
 
 
@@ -99,10 +83,7 @@ def run_plain(
     end: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> Selection:
-    """Run a method in plain steps, which make the map in any case.
-
-    For a slice of rows, `end` is the position after the whole's last row, (batch,) int32. `kept`: the map that the slices chose.
-    """
+    """Run a method in plain steps; in a slice of rows `end` is the whole's, (batch,). `kept`: the map that the slices chose."""
     fixed = {name: value for name, value in selector.options.items() if name not in tensors}
     choose, variant = selector.method.choose, selector.method.name
     if kept is not None:
@@ -172,9 +153,9 @@ def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
 
 
 def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None, keep_numbers: bool = False) -> dict[str, Tensor]:
-    """The options that are numbers, in `widest_float`: floats except 0 are 0-d, shares (num_heads,), pairs (.., 2).
+    """The options that are numbers as tensors in `widest_float`, so another value is not another compilation.
 
-    Those by head are for `heads` of the call. `keep_numbers`: only those by head.
+    Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2) are for `heads` of the call.
     """
     method, options = selector.method, selector.options
     if heads is not None:
@@ -207,10 +188,7 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
 def _as_one_operator(
     selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
-    """A selection by kernels as an operator that a surrounding compilation does not look into.
-
-    Traced into one graph with flex_attention, our kernels gave wrong results (torch 2.11 apparently does not order its reads).
-    """
+    """A selection by kernels as an operator: in one graph with flex_attention they gave wrong results (torch 2.11)."""
     fixed = {name: value for name, value in selector.options.items() if name not in tensors and value is not None}
     words = {name: value for name, value in fixed.items() if isinstance(value, str)}
     # floats that stayed numbers are 0

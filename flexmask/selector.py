@@ -15,7 +15,7 @@ from flexmask.base.head_groups import head_groups, map_bytes
 from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
 from flexmask.base.selection import Choice
-from flexmask.flex.key_tiles import tiled_list_bytes
+from flexmask.flex.run import tiled_list_bytes
 from flexmask.users_mask import check_takes_keywords, users_choice
 
 # types of options in methods' signatures, by which `flexmask.method` finds them

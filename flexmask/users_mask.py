@@ -20,11 +20,7 @@ _KEYWORDS = ("block_size", "window", "attention_mask", "q_offset")
 
 
 def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Choice]:
-    """The `choose` of a method that calls `function` and drops the blocks that causality, window and padding hide.
-
-    Full blocks with hidden pairs become partial; lists are rebuilt without reading values on the host. Raises TypeError or
-    ValueError for anything but a mask of the call in blocks of its size.
-    """
+    """The `choose` of a method that calls `function`, checks its mask and drops what causality, window and padding hide."""
 
     def choose(problem: BlockProblem, **options: Any) -> Choice:
         inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible

@@ -107,10 +107,7 @@ def check_inputs(
     q_offset: int | Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Check the arguments that every public function shares; `scores` are scale and softcap.
-
-    Reads types, shapes, dtypes, devices and ranges; no value of a tensor is copied from its device.
-    """
+    """Check the arguments that every public function shares, reading no tensor's values; `scores` are scale and softcap."""
     _check_query_key(query, key)
     if value is not None:
         _check_value(value, key)

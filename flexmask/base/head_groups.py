@@ -14,10 +14,7 @@ _SCORE_BYTES = 12  # float32 twice, and the map of visible keys
 
 
 def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:
-    """Groups of equal size of at most `at_once` heads, at least one; all heads of a batch row if they are `shared`.
-
-    None: one group of all. Splits batch rows first, then key heads with their query heads, then one key head's query heads.
-    """
+    """Groups of equal size of at most `at_once` heads (None: all), at least one; whole batch rows if heads are `shared`."""
     batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
     if at_once is None:
         at_once = batch * num_heads
@@ -49,10 +46,7 @@ def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
 
 
 def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
-    """Bytes that the plain steps take for one head, uncompiled: the most that was measured, rounded up.
-
-    `by_pair` for each pair of blocks, `by_score` for each score of a representative row, and copies for block means.
-    """
+    """Bytes that plain steps take for a head: by pair of blocks, by score of a representative row, and copies for block means."""
     (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
     per_key = num_heads // inputs.key.shape[1]
     # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them

@@ -106,10 +106,7 @@ class AttentionInputs(NamedTuple):
 
 _FIELDS = AttentionInputs._fields
 SparseInputs = NewType("SparseInputs", AttentionInputs)
-"""Inputs whose `offset` is a tensor, or None where row 0 stands at position 0: another offset is not another compilation.
-
-A type of its own for type checkers: `AttentionInputs.prepared` and `AttentionInputs.with_offset` make it.
-"""
+"""Inputs from `prepared` or `with_offset`: `offset` is a tensor, or None where row 0 stands at position 0."""
 
 
 def attention_inputs(

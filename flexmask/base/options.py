@@ -63,10 +63,7 @@ def check_budgets(min_budget: Any, max_budget: Any = None) -> None:
 
 
 def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
-    """A number, or one per query head: checked against the heads of `query`.
-
-    A tensor comes back in `widest_float`, detached and clamped to (0, 1], NaN as 1.
-    """
+    """A number or one per query head, checked; a tensor comes back in `widest_float`, clamped to (0, 1], NaN as 1."""
     num_heads = query.shape[1]
     if isinstance(value, Tensor):
         check_plain(name, value)

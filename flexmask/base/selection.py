@@ -10,10 +10,7 @@ from torch import Tensor
 
 
 class BlockLists(NamedTuple):
-    """The four tensors of a BlockMask: contiguous int32, indices ascending, entries past the count 0.
-
-    Partial blocks (``kv_*``) go through mask_mod, full ones do not; no block is in both.
-    """
+    """The four tensors of a BlockMask: contiguous int32, disjoint, indices ascending, entries past the count 0."""
 
     kv_num_blocks: Tensor  # (batch, num_heads, num_q_blocks)
     kv_indices: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks)

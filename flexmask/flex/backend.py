@@ -76,12 +76,9 @@ def chosen_backend(
     shared: bool = False,
     verdict: Callable[[FlashCall, torch.device], Verdict | None] = flash_verdict,
 ) -> ChosenBackend:
-    """Resolve "auto", and refuse what a backend cannot do.
+    """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
 
-    FLASH serves what its numeric check found right on this device; the first call of a kind checks it (`flash_verdict`). Where
-    nothing is known and no check can run, "auto" is Triton's kernel. `is_dense`: the call runs by SDPA, the backend is only
-    checked. `shared`: one list of blocks for all heads. Raises ValueError if a named backend cannot run here; warns where "flash"
-    is untested.
+    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads.
     """
     device = inputs.query.device
     if not is_dense:

@@ -21,10 +21,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: SparseInputs) -> MaskMod:
-    """Causality, padding and window.
-
-    Attention is compiled once per ``__name__``, which names kinds of inputs and no values.
-    """
+    """Causality, padding and window; attention is compiled once per ``__name__``, which names kinds of inputs and no values."""
     window, token = inputs.window, inputs.attention_mask
     name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
     offset = None if inputs.offset is None else captured(inputs.offset)
@@ -68,20 +65,16 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
 
 
 def captured(tensor: Tensor) -> Tensor:
-    """`tensor` in a form that a mask_mod may capture: itself on accelerators, one that torch can compile on CPUs.
-
-    FlexAttention's C++ template (2.8.0, 2.13.0) replaces ``ks1`` by ``cur_qSplitSize`` in generated code, hence the symbolic size
-    ``ks12`` by the undeclared ``cur_qSplitSize2``. Unbacked sizes are named ``ku0`` and stay. A size of 1 is never symbolic.
-
-    In a surrounding compilation nothing can be marked, and symbolic sizes may still fail. There as_strided puts captured tensors
-    into memory, and indexing with a range keeps Inductor from treating a constant as such.
-    """
+    """`tensor` in a form that a mask_mod may capture: itself on accelerators, one that torch can compile on CPUs."""
     if tensor.device.type != "cpu":
         return tensor
     if is_traced():
+        # nothing can be marked; the range keeps Inductor from treating a constant as such, as_strided writes to memory
         in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
         return in_passing.as_strided(in_passing.shape, in_passing.stride())
     view = tensor.detach()
+    # FlexAttention's C++ template replaces ``ks1`` by ``cur_qSplitSize``, hence a symbolic size ``ks12`` by an undeclared name;
+    # unbacked sizes are named ``ku0``, and a size of 1 is never symbolic
     if CPU_TAKES_UNBACKED_SIZES:
         for dim, size in enumerate(view.shape):
             if size > 1:
@@ -90,10 +83,7 @@ def captured(tensor: Tensor) -> Tensor:
 
 
 def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
-    """`number` in a form that a mask_mod may capture: (batch,) int32, read at the batch index, clamped to int32.
-
-    A Python int that changes becomes symbolic, which the FLASH backend (2.11) rejects and the CPU's template misnames.
-    """
+    """`number`, clamped, in a form that a mask_mod may capture, as no symbolic int is: (batch,) int32, read by batch row."""
     return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
 
 
@@ -129,10 +119,7 @@ def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
 
 
 def parts_of(mask: BlockMask) -> tuple[Selection, tuple[int, int], int | None, Tensor | None, Tensor | None] | None:
-    """What `block_mask` made a mask of: blocks, (q_len, kv_len), window, attention_mask and offset; None if it is another's.
-
-    A mask that was changed since is another's, and so is one that was made in a surrounding compilation.
-    """
+    """What `block_mask` made a mask of; None if it is another's, was changed, or was made in a surrounding compilation."""
     maker = vars(mask).get("__reduce_ex__")
     if not isinstance(maker, functools.partial) or maker.func is not _pickled or maker.args[0]() is not mask:
         return None
@@ -181,10 +168,7 @@ def block_mask_from_lists(
     lengths: tuple[int, int],
     with_gradients: bool = False,
 ) -> BlockMask:
-    """A BlockMask from partial counts and indices, then full counts and indices.
-
-    Lists by key block, twice the memory, are made only `with_gradients` (torch >= 2.9 can leave them out).
-    """
+    """A BlockMask from `BlockLists`; `with_gradients` also with lists by key block, twice the memory (before 2.9 always)."""
     optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
     known = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **known)

@@ -1,8 +1,4 @@
-"""Python numbers that a user's mask_mod captures, as constants of the compiled kernel.
-
-torch.compile makes a number symbolic once it changes. FlexAttention's kernels for CPUs and FLASH take no symbolic numbers, and
-Triton's no symbolic floats (2.13). Another constant is another compilation, which a captured tensor is not.
-"""
+"""Python numbers that a user's mask_mod captures, as constants of the compiled kernel, which takes few symbolic ones."""
 
 from __future__ import annotations
 
@@ -22,25 +18,20 @@ from flexmask.flex.block_mask import MaskMod
 
 
 def with_constant_numbers(selection: Selection, backend: str) -> Selection:
-    """`selection` with a user's mask_mod whose numbers are constants; its title, hence the compiled kernel, names them.
-
-    Triton's ints stay symbolic.
-    """
+    """`selection` with a user's mask_mod whose numbers are constants; its title, hence the compiled kernel, names them."""
+    # a number that changes is symbolic: kernels for CPUs and FLASH take none, Triton's no floats (2.13)
     own = selection.mask_mod
     if own is None or is_traced():
         return selection
     takes_ints = backend == "triton"
     values = [value for value in captured_values(own) if not (takes_ints and type(value) is int)]
-    mask_mod = own if takes_ints else _with_constant_ints(own)
+    mask_mod = own
+    if not takes_ints:
+        # torch.compile takes ints that it reaches through a default argument as constants
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, own: MaskMod = own) -> Tensor:
+            return own(b, h, q_idx, kv_idx)
+
     return selection.with_fields(mask_mod=mask_mod, title=f"{selection.title}{values}" if values else selection.title)
-
-
-def _with_constant_ints(own: MaskMod) -> MaskMod:
-    # torch.compile takes ints that it reaches through a default argument as constants
-    def constant(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, own: MaskMod = own) -> Tensor:
-        return own(b, h, q_idx, kv_idx)
-
-    return constant
 
 
 def constant_floats(selection: Selection) -> contextlib.AbstractContextManager[Any]:
@@ -52,10 +43,7 @@ def constant_floats(selection: Selection) -> contextlib.AbstractContextManager[A
 
 
 def captured_values(function: Any) -> Iterator[Hashable]:
-    """Numbers and words in a function's closure, defaults and partials: themselves, in lists, tuples, dicts, attributes it names.
-
-    Globals are left out; torch.compile guards them too, up to its limit of recompilations.
-    """
+    """Numbers and words in a function's closure, defaults and partials, also in containers and attributes; not its globals."""
     waiting: list[Any] = [function]
     seen: set[int] = set()
     names: set[str] = set()

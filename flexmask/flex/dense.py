@@ -18,11 +18,7 @@ _MOST_VISIBLE = 2**26  # bool, and SDPA's copy
 
 
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Attention to every visible key: SDPA where it can, else written out in float32; autocast does not affect it.
-
-    Rows that see nothing give zero and a log-sum-exp of -inf, which leaves out sinks. Calls with a map of visible keys go through
-    the rows in parts, in a surrounding compilation at once.
-    """
+    """Attention to every visible key, whatever autocast; rows that see nothing give zero. The log-sum-exp leaves out sinks."""
     with without_autocast(inputs.query.device):
         if not sdpa_serves(inputs, return_lse):
             return _in_parts(inputs, return_lse)
@@ -61,10 +57,9 @@ def sdpa_serves(inputs: AttentionInputs, return_lse: bool) -> bool:
 def attention_to_visible(
     inputs: AttentionInputs, query: Tensor, visible: Tensor, hidden: Tensor | None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention under a map of visible keys; rows that see nothing give zero and a log-sum-exp of -inf.
+    """Attention of some rows, `query`, to the keys that a map shows; nothing seen gives zero and a log-sum-exp of -inf.
 
-    `query` are some rows, `visible` (batch or 1, num_heads or 1, q_len, kv_len) bool, `hidden` (batch or 1, kv_len) bool the keys
-    that no row sees, which may hold NaN. Window, padding and offset of `inputs` are not read.
+    `visible` is (batch or 1, num_heads or 1, q_len, kv_len) bool, `hidden` (batch or 1, kv_len) bool the keys that may hold NaN.
     """
     key, value, sinks = inputs.key, inputs.value, inputs.sinks
     assert value is not None
@@ -95,11 +90,8 @@ def is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
 
 
 def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor, is_masked: bool = False) -> bool:
-    """True if SDPA on CUDA serves the heads as they are by a kernel that does not write out all scores.
-
-    By sdp_utils.cpp (before 2.14) flash attention takes groups in half precision, values as wide as keys, head_dim <= 256 and no
-    mask; cuDNN's, which takes masks, head_dim <= 128, on some GPUs 256; the memory-efficient kernel no groups, but any head_dim.
-    """
+    """True if SDPA on CUDA serves the heads as they are by a kernel that does not write out all scores (sdp_utils.cpp)."""
+    # flash attention takes groups in half precision, no mask; cuDNN's masks, narrower; the memory-efficient kernel no groups
     most = 128 if is_masked else 256
     in_half = query.dtype != torch.float32
     return query.shape[1] == key.shape[1] or (in_half and query.shape[3] == value.shape[3] <= most)

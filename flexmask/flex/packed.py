@@ -48,11 +48,10 @@ class Segment(NamedTuple):
 def dense_attention_packed(
     inputs: AttentionInputs, segments: list[Segment], return_lse: bool = False, backend: str = "auto"
 ) -> list[Result]:
-    """Dense attention of each segment to itself, (1, num_heads, q_len, v_head_dim), and its log-sum-exp if requested.
+    """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim), and its log-sum-exp if requested.
 
-    On CPUs SDPA serves them one by one (docs/packed.md). On GPUs, where a call per short sequence is launch-bound, sequences of
-    several rows share FlexAttention calls, unless one has a call to itself that SDPA takes without a copy. `inputs` is the pack,
-    without padding and offset; "auto" is Triton's kernel.
+    On CPUs SDPA serves them one by one. On GPUs, where short calls are launch-bound, they share FlexAttention calls; "auto" is
+    Triton's kernel (docs/packed.md).
     """
     query, value = inputs.query, inputs.value
     assert value is not None

@@ -1,4 +1,4 @@
-"""Block-sparse attention by FlexAttention's compiled kernel, and sinks: a logit per head, without key and value (gpt-oss)."""
+"""Block-sparse attention by FlexAttention's compiled kernel, with sinks (gpt-oss), and in narrower blocks of keys for FLASH."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from flexmask._torch import is_fake, is_traced, runs_flex_attention_uncompiled
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
+from flexmask.base.visibility import num_blocks
 from flexmask.compilation import compiled
 from flexmask.flex.block_mask import block_mask_from_lists, captured, captured_number
 from flexmask.flex.dense import sdpa
-from flexmask.flex.key_tiles import flash_key_tile, in_key_tiles
 
 
 def run_flex_attention(
     inputs: AttentionInputs, block_mask: BlockMask, backend: str, return_lse: bool = False, lse_factor: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Block-sparse attention by the compiled kernel; uncompiled, flex_attention ignores block lists.
+    """Block-sparse attention by the compiled kernel; `lse_factor` is that of its log-sum-exp (`chosen_backend`).
 
-    Sinks rescale the output by the log-sum-exp; on CPUs, which have none, they are one more block of keys. `lse_factor` is that
-    of the kernel's log-sum-exp (`chosen_backend`).
+    Sinks rescale the output by the log-sum-exp; on CPUs, which have none, they are one more block of keys.
     """
     if runs_flex_attention_uncompiled():
         # breaks the surrounding graph (an error with fullgraph)
@@ -111,12 +110,7 @@ def _is_on_hopper(query: Tensor) -> bool:
 def kernel_options(
     backend: str, block_size: int, head_dim: int, v_head_dim: int, dtype: torch.dtype, has_hopper_tiles: bool = False
 ) -> dict[str, Any] | None:
-    """Options of the kernel.
-
-    Triton's tiles must divide the block. Rows of more than 512 bytes get small tiles: all stages share 227 KiB. On Hopper, wide
-    rows in 16 bits get the fastest of the tiles tried there (docs/performance.md), except for gradients; torch chooses
-    others as well as we could.
-    """
+    """Options of the kernel: Triton's tiles must divide the block, and wide rows share 227 KiB (docs/performance.md)."""
     if backend == "flash":
         return {"BACKEND": "FLASH"}
     if backend == "cpu":
@@ -126,7 +120,7 @@ def kernel_options(
     if block_size % 128 == 0 and row_bytes <= 512:
         if not has_hopper_tiles or dtype.itemsize != 2 or head_dim in (64, 128) or padded_dim < 128:
             return None
-        # as many stages as fit
+        # the fastest of those tried, with as many stages as fit; torch chooses others as well
         stages = 3 if padded_dim == 128 or (head_dim, v_head_dim) == (192, 128) else 2
         return {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": stages, "num_warps": 8}
     wide = 32 if row_bytes <= (1024 if has_hopper_tiles else 512) else 16
@@ -160,3 +154,47 @@ def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
     q_len = block_mask.seq_lengths[0]
     shifted = block_mask_from_lists(lists, seen, block_size, (q_len, key.shape[2] + block_size))
     return F.pad(key, (0, 0, block_size, 0)), F.pad(value, (0, 0, block_size, 0)), shifted
+
+
+def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
+    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
+    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
+
+
+def tiled_list_bytes(inputs: AttentionInputs, block_size: int) -> int:
+    """Bytes of one head's lists by block and by tile in one batch row; 0 where FLASH takes the blocks as they are."""
+    query, value = inputs.query, inputs.value
+    if value is None or not query.is_cuda:
+        return 0
+    tile = flash_key_tile(query.shape[3], value.shape[3])
+    if block_size <= tile or block_size % tile:
+        return 0
+    pairs = num_blocks(query.shape[2], block_size) * num_blocks(inputs.key.shape[2], block_size)
+    return 8 * pairs * (1 + block_size // tile)
+
+
+def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
+    """The same pairs, listed by `tile` keys; `mask` itself if its blocks are no multiple of that. Reads no value on the host."""
+    rows, columns = mask.BLOCK_SIZE
+    if columns == tile or columns % tile:
+        return mask
+    lengths = mask.seq_lengths
+    counts, indices = _narrow(mask.kv_num_blocks, mask.kv_indices, columns // tile, num_blocks(lengths[1], tile))
+    full_counts, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    if full_counts is None or full_indices is None:
+        full_counts, full_indices = torch.zeros_like(counts), torch.zeros_like(indices)
+    else:
+        full_counts, full_indices = _narrow(full_counts, full_indices, columns // tile, indices.shape[-1])
+    return block_mask_from_lists((counts, indices, full_counts, full_indices), mask.mask_mod, (rows, tile), lengths)
+
+
+def _narrow(counts: Tensor, indices: Tensor, parts: int, existing: int) -> tuple[Tensor, Tensor]:
+    """Counts and indices of the parts of each listed block; `existing` parts exist."""
+    entry = torch.arange(existing, device=indices.device)
+    # in place: lists are large
+    listed = indices.index_select(-1, entry // parts).mul_(parts).add_((entry % parts).to(indices.dtype))
+    listed.clamp_(max=existing - 1)  # behind the count
+    # indices ascend: what the last key block lacks is the end of its list
+    last = indices.gather(-1, (counts - 1).clamp(min=0).long().unsqueeze(-1)).squeeze(-1)
+    lacking = ((last + 1) * parts - existing).clamp(min=0).to(counts.dtype)
+    return torch.where(counts > 0, counts * parts - lacking, 0).to(counts.dtype), listed

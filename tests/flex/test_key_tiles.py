@@ -7,8 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
-from flexmask.flex.key_tiles import in_key_tiles, tiled_list_bytes
-from flexmask.flex.run import run_flex_attention
+from flexmask.flex.run import in_key_tiles, run_flex_attention, tiled_list_bytes
 from tests.comparisons import dense_map
 
 
