@@ -1,7 +1,4 @@
-"""The steps of FlexPrefill as Triton kernels. This file has the pattern and lines, `pooled_map_kernel` the query-aware blocks.
-
-One launch gives the distance and top-p of either family of lines.
-"""
+"""The steps of FlexPrefill as Triton kernels: pattern and lines here, query-aware blocks in `pooled_map_kernel`."""
 
 from __future__ import annotations
 

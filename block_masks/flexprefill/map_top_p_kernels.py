@@ -1,7 +1,4 @@
-"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`top_p_kernel`).
-
-One program per head holds a small map; a larger one takes the passes of `large_map_top_p_kernels`.
-"""
+"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`top_p_kernel`)."""
 
 from __future__ import annotations
 
@@ -93,10 +90,7 @@ def _small_map_kernel(
 
 
 def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor) -> Tensor:
-    """Top-p over the whole map of each active head: its heaviest blocks up to gamma of the sum; of equal ones the first.
-
-    `values` are from `pooled_map`. Returns int8 of their shape, written where they are.
-    """
+    """Each active head's heaviest blocks of `pooled_map` up to gamma of the sum; of equal ones the first. int8, as written."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     heads, q_edges = batch * num_heads, problem.packed_edges.q_edges
     sizes = (num_heads, num_q_blocks, num_kv_blocks)

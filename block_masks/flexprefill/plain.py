@@ -20,10 +20,7 @@ Budget = tuple[int, int | None]
 
 
 def estimated_attention(problem: BlockProblem, rows: RepresentativeRows, key_means: Tensor, key_counts: Tensor) -> Tensor:
-    """Attention of the mean representative row to each key block's mean (the paper's a-bar), (batch, num_heads, num_kv_blocks).
-
-    `key_counts` are the valid keys, (batch or 1, num_kv_blocks). 0 for key blocks of which no row sees anything.
-    """
+    """Attention of the mean representative row to key means (the paper's a-bar), (batch, num_heads, num_kv_blocks)."""
     inputs = problem.inputs
     taken = rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
     query_mean = take_rows(inputs.query, rows).float().sum(2, keepdim=True) / taken

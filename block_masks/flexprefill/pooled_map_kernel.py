@@ -120,10 +120,9 @@ def _pooled_map_kernel(
 
 
 def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tensor:
-    """Pooled attention of every query block to the key blocks it sees, for `active` heads, from float32 means.
+    """Pooled attention of every query block to the key blocks it sees, a map in float32; -1 where none, 0 for NaN.
 
-    Returns float32, -1 where nothing is visible, NaN replaced by 0; unwritten in inactive heads, and in each row past the key
-    block of the query block's last row.
+    Unwritten in inactive heads, and in each row past the key block of the query block's last row.
     """
     inputs, edges, means = problem.inputs, problem.packed_edges, query_means(problem, active)
     batch, num_heads, num_q_blocks, head_dim = means.shape

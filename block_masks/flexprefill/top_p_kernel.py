@@ -93,10 +93,7 @@ def missing_entries(bits, gap):
 
 @triton.jit
 def refined_threshold(b_totals, goal, low, above, step, DIGITS: tl.constexpr):
-    """The highest threshold at or above which the goal is reached, and the sum of the entries above its digit.
-
-    `b_totals` are the sums at or above ``low + digit * step``, `above` the sum from ``low + DIGITS * step`` on.
-    """
+    """The highest ``low + digit * step`` with a sum that reaches the goal, and the sum of the entries above its digit."""
     digit = tl.maximum(tl.sum((b_totals >= goal).to(tl.int32), 0) - 1, 0)
     if digit < DIGITS - 1:
         above = tl.sum(tl.where(tl.arange(0, DIGITS) == digit + 1, b_totals, 0.0), 0)

@@ -44,10 +44,7 @@ class Thresholds(NamedTuple):
 
 
 def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
-    """Thresholds per query block, from the number n of key blocks it sees and the largest of its batch row, N.
-
-    Padding does not count. `gamma` is (num_heads,) in `widest_float`.
-    """
+    """Thresholds per query block, from the number n of key blocks it sees and the largest of its batch row, N."""
     seen, most = (number.to(gamma.dtype) for number in problem.blocks_seen())
     longer = (rule.longer * (most / rule.reference).clamp(min=1).log2()).clamp(max=rule.most_longer)
     g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - rule.gamma)).clamp(max=1) ** longer
@@ -62,11 +59,9 @@ def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thr
 
 
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
-    """Key blocks and block diagonals that the representative rows keep.
+    """Key blocks to which a row gives at least its threshold, and block diagonals to which the rows do on average.
 
-    Key blocks to which a row gives at least its threshold; block diagonals to which the rows give at least theirs on average,
-    without attention to kept key blocks beyond a row's `near` nearest. `thresholds` is (2, batch or 1, num_heads), of key blocks
-    and of diagonals; NaN reaches them.
+    The latter without attention to kept key blocks beyond a row's `near` nearest. NaN reaches all `thresholds`.
     """
     in_vertical, in_slash = candidate_lines(problem.seen).unsqueeze(2).unbind(0)
     rows, (of_key_block, of_diagonal) = last.rows, thresholds.unbind(0)
@@ -90,10 +85,7 @@ class RowEvidence(NamedTuple):
 
 
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
-    """Attention of every `row_stride`-th row of each query block to the means of the key blocks it sees.
-
-    One row of every block at a time: the scores take no more memory than the result.
-    """
+    """Attention of every `row_stride`-th row of each query block to the means of the key blocks it sees."""
     inputs, tokens, block_size = problem.inputs, problem.tokens, problem.block_size
     key_means, key_counts = problem.key_means(), valid_keys(tokens, block_size)
     query = whole_blocks(inputs.query, 2, block_size)
@@ -102,6 +94,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     sampled = valid[..., ::row_stride].sum(-1).clamp(min=1)[:, None, :, None]
     shape = (*query.shape[:3], key_means.shape[2])
     mean, square = (torch.zeros(shape, dtype=torch.float32, device=query.device) for _ in range(2))
+    # one row of every block at a time: scores take no more memory than the result
     for slot in range(0, block_size, row_stride):
         taken = valid[..., slot]
         rows = query[:, :, :, slot].float().masked_fill(~taken[:, None, :, None], 0)
@@ -116,10 +109,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 def row_blocks(
     problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
 ) -> Blocks:
-    """The key blocks whose evidence reaches `thresholds` (batch or 1, num_heads, num_q_blocks), and `of_lines` times that.
-
-    NaN reaches both. Where the first hold less than `min_coverage` of the evidence, `more_blocks` joins others to them.
-    """
+    """The key blocks whose evidence reaches `thresholds`, with `more_blocks`, and `of_lines` times that; NaN reaches both."""
     share, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
     chosen, lines = ~(share < thresholds.float()), ~(share < (of_lines * thresholds).float())
     if isinstance(min_coverage, Tensor):
@@ -128,11 +118,10 @@ def row_blocks(
 
 
 def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:
-    """Blocks that reach the thresholds, and in query blocks where they hold too little the next best.
+    """Blocks that reach the thresholds, halved at most `HALVINGS` times until these hold `min_coverage` of the evidence.
 
-    A threshold is halved, at most `HALVINGS` times, until the blocks that reach it hold `min_coverage` of the evidence. Of those
-    that the last halving adds the nearest stay, as many as hold the missing part if each holds the same. If no halving suffices
-    every visible block stays.
+    Of those that the last halving adds the nearest stay, as many as hold the missing part if each holds the same. If no halving
+    suffices every visible block stays.
     """
     needed = min_coverage * share.sum(-1, keepdim=True)
     chosen = ~(share < thresholds.float())
@@ -153,16 +142,13 @@ def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_co
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Evidence that the kept blocks hold, mean and least of the query blocks with sampled rows, (batch, num_heads) float32 each.
-
-    0 for a batch row without rows; NaN if it has some and none is sampled.
-    """
+    """Evidence that the kept blocks hold, mean and least of the query blocks with sampled rows, (batch, num_heads) each."""
     has_rows = evidence.mean.sum(-1) != 0
     return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
 
 
 def mean_and_least(problem: BlockProblem, held: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and least of the evidence held, (batch, num_heads, num_q_blocks), over the query blocks of `has_rows`."""
+    """Mean and least over the query blocks of `has_rows`; 0 in a batch row without rows, NaN if none is sampled."""
     number = has_rows.sum(-1)
     mean = torch.where(has_rows, held, 0.0).sum(-1) / number
     # amin keeps NaN

@@ -1,7 +1,4 @@
-"""Triton kernel for the key blocks that rows choose: thresholds, and the floor of hybrid selection.
-
-One program per row of blocks. It reads the row of evidence once, and where the thresholds keep too little again for each halving.
-"""
+"""Triton kernel for the key blocks that rows choose by thresholds and their floor: a program per row of blocks."""
 
 from __future__ import annotations
 

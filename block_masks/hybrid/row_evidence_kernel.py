@@ -1,8 +1,4 @@
-"""Triton kernel for the row evidence of hybrid selection.
-
-A program takes neighbouring query blocks and the query heads of one key head, which share the key means. It reads the means
-twice, for the softmax of its rows and for their sums.
-"""
+"""Triton kernel for the row evidence of hybrid selection: query blocks and heads that share key means, in a program."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ def _scores(
 ):  # fmt: skip
     """Scores of rows with the means of COLUMNS key blocks, which `to_log2` takes to powers of two, and the key blocks.
 
-    Unless IS_EDGE, every row sees all keys of all blocks. There the scores hold the logarithm of the share of a block's keys that
-    are valid, and are -inf where a row sees nothing.
+    With IS_EDGE they hold the logarithm of the valid share of keys, -inf where unseen; else every row sees every key.
     """
     o_kv = first_kv + tl.arange(0, COLUMNS)
     # the halves of a mean are neighbours: one product of both
@@ -209,10 +204,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Tensor, Tensor]:
-    """Sums of the sampled rows' squared attention to the key blocks they may see, a map in float32, and their number, int32.
-
-    Blocks beyond them are unwritten.
-    """
+    """Sums of the sampled rows' squared attention, a map in float32 written where they may see, and their number, int32."""
     batch, num_heads, _, _ = problem.inputs.query.shape
     number = evidence.means.new_empty((batch, num_heads, problem.packed_edges.q_edges.shape[2]), dtype=torch.int32)
     squares = evidence.means.new_empty((*number.shape, evidence.means.shape[2]), dtype=torch.float32)

@@ -28,10 +28,8 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible entries of the last dimension, 0 elsewhere; a row that sees nothing comes out even, not 0.
-
-    Overwrites `scores`: on CPUs new memory takes longer than the arithmetic.
-    """
+    """Softmax over the visible entries of the last dimension, into `scores`; a row that sees nothing comes out even, not 0."""
+    # new memory takes longer than the arithmetic on CPUs
     scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     if scores.device.type != "cpu" or is_traced():
         return scores.softmax(-1)
@@ -59,10 +57,7 @@ def running_sums(values: Tensor, precision: torch.dtype) -> Tensor:
 
 
 def ranks(values: Tensor, candidates: Tensor) -> Tensor:
-    """Rank of every entry >= 0 in descending order over the last dimension, int64 from 0.
-
-    Equal values rank by lower index, candidates before all others.
-    """
+    """Rank of every entry >= 0 in descending order, int64 from 0: candidates first, of equal values the lower index."""
     order = torch.where(candidates, values, -1.0).sort(dim=-1, descending=True, stable=True).indices
     return torch.zeros_like(order).scatter(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
 
@@ -77,10 +72,9 @@ def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
 
 
 def top_p(values: Tensor, candidates: Tensor, gamma: Tensor, forced: Tensor | None = None) -> Tensor:
-    """The fewest candidates whose sum reaches gamma times the sum of all, as a bool tensor; every candidate at gamma 1.
+    """The fewest candidates whose sum reaches gamma times the sum of all, bool; `forced` ones count first. All at gamma 1.
 
-    `values` is (..., n) float32 >= 0, NaN counts as 0; `gamma` broadcasts to (...,), in the sums' dtype. `forced` candidates are
-    kept in any case and count first.
+    `values` is (..., n) float32 >= 0, NaN counts as 0; `gamma` broadcasts to (...,), in the sums' dtype.
     """
     values = torch.where(candidates, values.nan_to_num(0.0), 0.0)
     first = values if forced is None else torch.where(forced, float("inf"), values)

@@ -1,6 +1,4 @@
-"""The steps that methods share, as Triton kernels, under the names of `flexmask.plain`.
-
-No sort, and no intermediate larger than the map of blocks.
+"""The steps that methods share, as Triton kernels, under the names of `flexmask.plain`: no sort, nothing larger than the map.
 
 Locals of kernels, those of the methods too, have the prefixes of flash-linear-attention: ``o_`` offsets of a tile (``o_q`` query
 blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of

@@ -81,10 +81,7 @@ def _means_kernel(
 
 
 def query_means(problem: BlockProblem, wanted: Tensor) -> Tensor:
-    """Means of the valid rows of query blocks, (batch, num_heads, num_q_blocks, head_dim) float32.
-
-    `wanted` is (batch, num_heads) bool; the other heads stay unwritten.
-    """
+    """Means of the valid rows of query blocks, (batch, num_heads, num_q_blocks, head_dim) float32, written in `wanted` heads."""
     query = problem.inputs.query
     (batch, heads, length, head_dim), block_size = query.shape, problem.block_size
     means = query.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
@@ -101,10 +98,7 @@ def key_means(problem: BlockProblem) -> Tensor:
 
 
 def split_key_means(problem: BlockProblem) -> Tensor:
-    """`key_means` in halves that add up, (batch, num_kv_heads, num_kv_blocks, halves, head_dim) in key's dtype.
-
-    In half precision the first digits and the rest; in float32 one half.
-    """
+    """`key_means` in key's dtype, (.., num_kv_blocks, halves, head_dim): in half precision first digits and rest, else one."""
     key = problem.inputs.key
     if key.dtype == torch.float32:
         return key_means(problem).unsqueeze(-2)

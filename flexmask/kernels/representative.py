@@ -1,8 +1,4 @@
-"""Triton kernel for the representative attention: one pass over the keys, nothing of size [rows, kv_len] written.
-
-Per row and key block it writes the peak score and three sums of ``exp2(score - peak)``: plain, and weighted by how far the
-row's phase leads or trails the key's (derived in `flexmask.plain.vertical_slash`). Without atomics.
-"""
+"""Triton kernel for the representative attention: one pass over the keys, nothing of size [rows, kv_len] written."""
 
 from __future__ import annotations
 
@@ -23,10 +19,10 @@ _SHARED_MEMORY = 101_376
 
 
 class BlockSums(NamedTuple):
-    """Peaks and sums that the kernel writes."""
+    """Peaks of the scores in powers of two, and sums of ``exp2(score - peak)`` (`flexmask.plain.vertical_slash`)."""
 
-    # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak score in powers of two, -inf where the row sees nothing
-    # of the block; then the sums, plain, after and before
+    # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak, -inf where the row sees nothing of the block; the sum;
+    # the sum weighted by how far the row's phase leads the key's (after), and by how far it trails it (before)
     blocks: Tensor
     # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum; flat, since num_chunks is
     # often 1, which compilers take as a constant
@@ -180,10 +176,7 @@ def _tiles(head_dim: int, itemsize: int, block_size: int) -> tuple[int, int]:
 
 
 def _pipeline_stages(block_size: int, tile: int, row_bytes: int, device: torch.device) -> int:
-    """Stages of the loop over key blocks, as many as fit into shared memory; changes no result.
-
-    Triton buffers each load of the unrolled loop: every stage but one takes a whole block of keys.
-    """
+    """Stages of the loop over key blocks, as many as fit into shared memory: all but one buffer a block of keys."""
     if torch.version.hip is not None:
         return 1  # 64 KiB of shared memory
     tile_bytes, block_bytes = 2048 + tile * row_bytes, block_size * row_bytes

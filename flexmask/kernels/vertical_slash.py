@@ -88,10 +88,7 @@ def diagonal_sums(
     PADDED_SIZE: tl.constexpr,
     LEAVES_OUT: tl.constexpr,
 ):
-    """Attention of all rows to block diagonals, (TILE,).
-
-    On diagonal d lie key block own - d, and part of the one after and of the one before it.
-    """
+    """Attention of all rows to block diagonals, (TILE,): on d lie key block own - d, and parts of its neighbours."""
     o_slot = tl.arange(0, PADDED_SIZE)[None, :]
     b_shares = tl.zeros_like((b_own - o_diagonal).to(tl.float32))
     for shift in tl.static_range(-1, 2):
@@ -158,10 +155,7 @@ class RepresentativeMass(NamedTuple):
 
 
 def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
-    """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32 (`flexmask.plain.vertical_slash`).
-
-    Lines that are no candidates get -1.
-    """
+    """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32; -1 if no candidate."""
     sums, norms, last_rows = mass.sums, mass.norms, mass.rows
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))

@@ -238,8 +238,8 @@ def kv_edges_of(kv_edges, batch, num_kv_blocks):
 def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
     """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`.
 
-    A query block without a valid row has the first valid row 2 * kv_len; its own key blocks are -1 where no valid row stands in
-    them, and the last key up to which its key blocks are full is -1 if none is.
+    The first valid row is 2 * kv_len without any, an own key block -1 if no valid row stands in it, and the last key up to which
+    key blocks are full -1 without any.
     """
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_q
     last_row = tl.load(p_q_edges, mask=m_q, other=-1)

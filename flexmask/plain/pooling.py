@@ -11,10 +11,9 @@ from flexmask.base.visibility import in_blocks, whole_blocks
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
-    """Mean of every block's valid tokens, (batch, heads, num_blocks, head_dim) float32; zero without any.
+    """Mean of every block's valid tokens (None: all), (batch, heads, num_blocks, head_dim) float32; zero without any.
 
-    `x` is (batch, heads, length, head_dim), `valid` (batch or 1, length) bool, or None if all are. NaN in invalid tokens is
-    ignored.
+    `x` is (batch, heads, length, head_dim), `valid` (batch or 1, length) bool; what invalid tokens hold does not matter.
     """
     values = x.float()
     if valid is None:
@@ -32,11 +31,8 @@ def key_means(problem: BlockProblem) -> Tensor:
 
 
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Scores of pooled queries with pooled keys, plus the log of each key block's number of valid keys.
-
-    The log term lets a short or padded block weigh as much as its keys; a block without any scores -inf. `query_means` is
-    (batch, num_heads, rows, head_dim) float32, `key_counts` (batch or 1, num_kv_blocks).
-    """
+    """Scores of pooled queries with pooled keys, (batch, num_heads, rows, num_kv_blocks), -inf for blocks without valid keys."""
+    # the logarithm lets a short or padded block weigh as much as its keys
     scores = capped(grouped_scores(query_means * scale, key_means), softcap)
     return scores + key_counts.float().log()[:, None, None, :]
 

@@ -93,12 +93,10 @@ def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
 
 
 def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:
-    """Extend kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool, over the whole map.
-
-    A query block whose rows stand in two key blocks lies on two diagonals.
-    """
+    """Extend kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool, over the whole map."""
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)
+    # rows that stand in two key blocks lie on two diagonals
     for row_diagonal in (seen.first_row_block, seen.last_row_block):
         diagonal = row_diagonal.unsqueeze(-1) - kv_block
         index = diagonal.clamp(min=0)[:, None].expand(*slash.shape[:2], -1, -1)
@@ -171,7 +169,10 @@ def kept_blocks(
     seen = problem.seen
     keep, always = extended_lines(lines.kept[0], lines.kept[1], seen), blocks_kept_always(seen)
     if last is not None:
-        holds = _holds_rows(problem, last)
+        # (batch or 1, num_q_blocks, 1): query blocks with rows of `last`
+        q_block = torch.arange(keep.shape[2], device=keep.device)
+        stands = ((last.rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & last.rows.taken.unsqueeze(1)
+        holds = stands.any(-1, keepdim=True)
         # of two diagonals, the nearer
         distance = seen.first_row_block.unsqueeze(-1) - torch.arange(keep.shape[-1], device=keep.device)
         always = always | (distance < torch.where(holds, nearest[1], nearest[0]))
@@ -181,11 +182,3 @@ def kept_blocks(
         keep = keep | blocks.chosen
     keep = (keep | always[:, None]) & seen.visible[:, None]
     return block_lists(keep, seen.full), keep
-
-
-def _holds_rows(problem: BlockProblem, last: RepresentativeMass) -> Tensor:
-    """The query blocks that hold rows of `last`, (batch or 1, num_q_blocks, 1)."""
-    rows = last.rows
-    q_block = torch.arange(problem.seen.visible.shape[1], device=rows.row.device)
-    holds = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.taken.unsqueeze(1)
-    return holds.any(-1, keepdim=True)
