@@ -22,23 +22,12 @@ from flexmask.kernels.visibility import kv_edges_of
 def _estimate_kernel(
     query,
     key_means,  # float32
-    last_rows,
-    kv_edges,
+    last_rows, kv_edges,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
-    query_stride_batch,
-    query_stride_head,
-    query_stride_token,
-    query_stride_dim,
-    num_heads,
-    num_kv_blocks,
-    max_distance,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_heads, num_kv_blocks, max_distance,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     o_dim = tl.arange(0, PADDED_DIM)
@@ -106,25 +95,13 @@ def _relative_entropy(p, q):
 def _pattern_kernel(
     estimate,  # from estimated_scores
     vertical,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
-    last_rows,
-    kv_edges,
+    last_rows, kv_edges,
     lines,  # float32; -1: no candidate
     gamma,
     tau,  # 0-d float64
-    is_query_aware,
-    distance,
-    kept,
-    num_heads,
-    num_kv_blocks,
-    cap,
-    floor,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    is_query_aware, distance, kept, num_heads, num_kv_blocks, cap, floor, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)

@@ -38,24 +38,15 @@ def _chosen_digit(sums, share, head, step, is_first, DIGITS: tl.constexpr, CHUNK
 
 @kernel
 def _digit_pass_kernel(
-    values,
-    active,
-    q_edges,
-    gamma,
+    values, active, q_edges, gamma,
     # (heads, CHUNKS + 1, DIGITS) float64: the previous pass's sums; then threshold, goal and sum above, before that pass
     sums,
     new_sums,
     digit_pass,  # no constant: all passes share one compilation
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    PASSES: tl.constexpr,
-    DIGIT_BITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    num_heads, num_q_blocks, num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr, PASSES: tl.constexpr, DIGIT_BITS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     DIGITS: tl.constexpr = 1 << DIGIT_BITS
     chunk = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -95,21 +86,12 @@ def _digit_pass_kernel(
 
 @kernel
 def _ties_kernel(
-    values,
-    active,
-    q_edges,
-    sums,
-    gamma,
+    values, active, q_edges, sums, gamma,
     choice,  # (heads, 2) int32: the threshold, and the number of kept entries equal to it
     ties,  # (heads, num_q_blocks) int32: entries equal to it
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    DIGITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    num_heads, num_q_blocks, num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr, DIGITS: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     if tl.load(active + head) != 0:
@@ -131,18 +113,11 @@ def _ties_kernel(
 
 @kernel
 def _chosen_kernel(
-    values,
-    active,
-    q_edges,
-    choice,
-    ties,
+    values, active, q_edges, choice, ties,
     chosen,  # int8
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    num_heads, num_q_blocks, num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     q_block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:

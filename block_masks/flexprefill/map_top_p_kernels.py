@@ -58,18 +58,11 @@ def _small_map_top_p(
 @kernel
 def _small_map_kernel(
     values,  # float32
-    active,
-    q_edges,
-    gamma,
+    active, q_edges, gamma,
     chosen,  # int8
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    PASSES: tl.constexpr,
-    DIGIT_BITS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    num_heads, num_q_blocks, num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr, PASSES: tl.constexpr, DIGIT_BITS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
     if tl.load(active + head) != 0:
         p_last_row = q_edges_of(q_edges, head // num_heads, num_q_blocks)
@@ -108,18 +101,9 @@ def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tens
 
 @kernel
 def _rows_kernel(
-    values,
-    active,
-    q_edges,
-    share,
-    chosen,
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    cap,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    values, active, q_edges, share, chosen, num_heads, num_q_blocks, num_kv_blocks, cap,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     q_block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     if tl.load(active + head) != 0:

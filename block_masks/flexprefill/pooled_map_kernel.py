@@ -42,28 +42,12 @@ def _scores(
 
 @kernel
 def _pooled_map_kernel(
-    q_means,
-    k_means,
-    active,
-    q_edges,
-    kv_edges,
+    q_means, k_means, active, q_edges, kv_edges,
     values,  # float32
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    kv_len,
-    max_distance,
-    scale,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_TF32: tl.constexpr,
-):
+    num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance, scale, softcap,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
+):  # fmt: skip
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)

@@ -37,20 +37,11 @@ def _thresholds_kernel(
     q_edges,
     of_lines,  # (2, batch, num_heads) float64
     of_rows,  # (batch, num_heads, num_q_blocks) float64
-    num_heads,
-    num_q_blocks,
-    REFERENCE: tl.constexpr,
-    GAMMA: tl.constexpr,
-    LONGER: tl.constexpr,
-    MOST_LONGER: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    EARLIER_ROWS: tl.constexpr,
-    FIRST_ROWS: tl.constexpr,
-    BY_HEAD: tl.constexpr,
+    num_heads, num_q_blocks,
+    REFERENCE: tl.constexpr, GAMMA: tl.constexpr, LONGER: tl.constexpr, MOST_LONGER: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    DIAGONAL: tl.constexpr, ROWS: tl.constexpr, EARLIER_ROWS: tl.constexpr, FIRST_ROWS: tl.constexpr, BY_HEAD: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(1)
     batch = tl.program_id(2)
     # float64 throughout: a number of Python becomes float32
@@ -108,20 +99,12 @@ def thresholds(problem: BlockProblem, gamma: float | Tensor, rule: ThresholdRule
 
 @kernel
 def _line_kernel(
-    sums,
-    norms,
-    last_rows,
-    kv_edges,
+    sums, norms, last_rows, kv_edges,
     thresholds,  # (2, batch, num_heads)
     kept,  # int8; the key blocks are read where OF_DIAGONALS
-    num_heads,
-    num_kv_blocks,
-    near,
-    OF_DIAGONALS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    num_heads, num_kv_blocks, near,
+    OF_DIAGONALS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)

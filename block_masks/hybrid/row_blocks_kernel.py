@@ -20,24 +20,16 @@ _COLUMNS = 512
 @kernel
 def _row_blocks_kernel(
     squares,  # from squares_of_shares
-    number,
-    q_edges,
+    number, q_edges,
     thresholds,  # (batch, num_heads, num_q_blocks)
     codes,  # int8
     min_coverage,  # float64, read if FLOOR_IS_READ
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    max_distance,
+    num_heads, num_q_blocks, num_kv_blocks, max_distance,
     floor,  # min_coverage as a number
     of_lines,  # share of its threshold at which a query block takes lines
-    BLOCK_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_FLOOR: tl.constexpr,
-    FLOOR_IS_READ: tl.constexpr,
-    HALVINGS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_FLOOR: tl.constexpr, FLOOR_IS_READ: tl.constexpr, HALVINGS: tl.constexpr,
     SLACK: tl.constexpr,
-):
+):  # fmt: skip
     # long rows first
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch_head = tl.program_id(1).to(tl.int64)

@@ -63,40 +63,17 @@ def _evidence_kernel(
     query,
     means,  # from split_key_means
     mask,  # (batch, kv_len) bool, read if PADDED
-    q_edges,
-    kv_edges,
+    q_edges, kv_edges,
     squares,  # map, float32, written unless MEASURE: sums over sampled rows, in blocks that one of a program's rows may see
     number,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
     keep,  # bool, read if MEASURE
     held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
-    query_stride_batch,
-    query_stride_head,
-    query_stride_token,
-    query_stride_dim,
-    num_kv_heads,
-    q_len,
-    kv_len,
-    num_q_blocks,
-    num_kv_blocks,
-    max_distance,
-    scale,
-    softcap,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEADS: tl.constexpr,
-    Q_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HALVES: tl.constexpr,
-    HAS_TF32: tl.constexpr,
-    PADDED: tl.constexpr,
-    MEASURE: tl.constexpr,
-):
+    query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_kv_heads, q_len, kv_len, num_q_blocks,
+    num_kv_blocks, max_distance, scale, softcap,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HALVES: tl.constexpr, HAS_TF32: tl.constexpr, PADDED: tl.constexpr, MEASURE: tl.constexpr,
+):  # fmt: skip
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)

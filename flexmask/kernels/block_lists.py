@@ -31,30 +31,18 @@ def _lists_kernel(
     kept,  # int8
     active,  # read if HAS_ACTIVE
     codes,  # int8, read in active heads if HAS_CODES
-    q_edges,
-    kv_edges,
+    q_edges, kv_edges,
     last_rows,  # representative, read if HAS_LAST_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
     partial_indices,  # map, int32
-    full_count,
-    full_indices,
+    full_count, full_indices,
     keep,  # bool, written if WRITE_KEEP
     nearest,  # key blocks that each query block keeps
     nearest_of_last,  # those with last rows
-    num_heads,
-    num_q_blocks,
-    num_kv_blocks,
-    kv_len,
-    max_distance,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_CODES: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_ACTIVE: tl.constexpr,
-    HAS_LAST_ROWS: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    WRITE_KEEP: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance,
+    BLOCK_SIZE: tl.constexpr, HAS_CODES: tl.constexpr, GATED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_LAST_ROWS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, WRITE_KEEP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     # long rows first
     q_block = num_q_blocks - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)

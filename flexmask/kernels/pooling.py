@@ -21,25 +21,10 @@ def _means_kernel(
     last_rows,  # read for the offset
     wanted,  # (batch, heads) bool, read if HAS_WANTED
     means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT as `split_key_means` returns them
-    stride_batch,
-    stride_head,
-    stride_token,
-    stride_dim,
-    heads,
-    length,
-    q_len,
-    kv_len,
-    blocks,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PADDED: tl.constexpr,
-    OF_ROWS: tl.constexpr,
-    HAS_WANTED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    FIRST_DIGITS: tl.constexpr,
-):
+    stride_batch, stride_head, stride_token, stride_dim, heads, length, q_len, kv_len, blocks,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+    OF_ROWS: tl.constexpr, HAS_WANTED: tl.constexpr, SPLIT: tl.constexpr, FIRST_DIGITS: tl.constexpr,
+):  # fmt: skip
     block = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     is_wanted = True

@@ -31,39 +31,15 @@ class BlockSums(NamedTuple):
 
 @kernel
 def _block_sums_kernel(
-    query,
-    key,
-    last_rows,
+    query, key, last_rows,
     mask,  # (batch, kv_len) bool, read if PADDED
     sums,  # BlockSums
-    chunks,
-    query_stride_batch,
-    query_stride_head,
-    query_stride_token,
-    query_stride_dim,
-    key_stride_batch,
-    key_stride_head,
-    key_stride_token,
-    key_stride_dim,
-    num_kv_heads,
-    q_len,
-    kv_len,
-    num_kv_blocks,
-    scale,
-    softcap,
-    max_distance,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    KEYS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCKS_PER_PROGRAM: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    PADDED: tl.constexpr,
-    ONE_STORE: tl.constexpr,
-):
+    chunks, query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
+    key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PADDED: tl.constexpr, ONE_STORE: tl.constexpr,
+):  # fmt: skip
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)

@@ -77,17 +77,12 @@ def key_block_shares(sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SI
 def diagonal_sums(
     sums,
     held,  # (batch, num_heads, num_kv_blocks) int8: key blocks that do not count, read if LEAVES_OUT
-    b_base,
-    b_factor,
-    b_own,
-    head,
+    b_base, b_factor, b_own, head,
     o_diagonal,  # (TILE, 1)
     near,  # a row's nearest key blocks, which always count
     num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    LEAVES_OUT: tl.constexpr,
-):
+    BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, LEAVES_OUT: tl.constexpr,
+):  # fmt: skip
     """Attention of all rows to block diagonals, (TILE,): on d lie key block own - d, and parts of its neighbours."""
     o_slot = tl.arange(0, PADDED_SIZE)[None, :]
     b_shares = tl.zeros_like((b_own - o_diagonal).to(tl.float32))
@@ -116,17 +111,11 @@ def diagonal_sums(
 
 @kernel
 def _lines_kernel(
-    sums,
-    norms,
-    last_rows,
-    kv_edges,
+    sums, norms, last_rows, kv_edges,
     lines,  # float32
-    num_heads,
-    num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    num_heads, num_kv_blocks,
+    BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)

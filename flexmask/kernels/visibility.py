@@ -66,20 +66,10 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
 def _edges_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
-    q_edges,
-    kv_edges,
-    last_rows,
-    q_len,
-    kv_len,
-    num_q_blocks,
-    num_kv_blocks,
-    HAS_OFFSET: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PADDED_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    q_edges, kv_edges, last_rows, q_len, kv_len, num_q_blocks, num_kv_blocks,
+    HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     batch = tl.program_id(1)
     offset = 0
     if HAS_OFFSET:
@@ -173,15 +163,9 @@ def _edges_kernel(
 
 @kernel
 def _visible_kernel(
-    q_edges,
-    kv_edges,
-    kv_len,
-    num_q_blocks,
-    num_kv_blocks,
-    max_distance,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    q_edges, kv_edges, kv_len, num_q_blocks, num_kv_blocks, max_distance,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
     index = tl.program_id(0)
     batch = tl.program_id(1)
