@@ -46,15 +46,11 @@ class BackendReport(NamedTuple):
 
 
 class FlashReport(NamedTuple):
-    """The outcome of FLASH's numeric check for a feature.
-
-    `served` is ``"auto"``, ``"by name"`` or ``"no"``; `lse_factor` times FlexAttention's log-sum-exp is the true one, None where
-    there is none.
-    """
+    """The outcome of FLASH's numeric check for a feature."""
 
     feature: str
-    served: str
-    lse_factor: float | None
+    served: str  # "auto", "by name" or "no"
+    lse_factor: float | None  # of the true log-sum-exp over FlexAttention's; None without one
     reason: str
     seconds: float
 
@@ -117,10 +113,8 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
                     chosen_backend(name, inputs, 128, False)
             except ValueError as error:
                 reason = str(error).removeprefix(f'backend="{name}" ').removeprefix("cannot run here: ")
-        if name == auto:
-            reports.append(BackendReport(name, not reason, True, reason))
-        else:
-            reports.append(BackendReport(name, not reason, False, reason or f"{auto} is faster here"))
+        why_not = "" if name == auto else f"{auto} is faster here"
+        reports.append(BackendReport(name, not reason, name == auto, reason or why_not))
     return reports
 
 
@@ -145,70 +139,42 @@ def flash_features(device: torch.device | str) -> list[FlashReport]:
 
 def problems(device: torch.device | str) -> list[Problem]:
     """Known bad combinations of releases, environment variables and `device`; errors come first."""
-    kind = torch.device(device).type
-    problems = [*_of_compilation(kind), *(_of_cpus() if kind == "cpu" else _of_gpus(torch.device(device)))]
-    if not KNOWS_LENGTHS:
-        problems.append(
-            Problem(
-                "warning",
-                "torch 2.5's BlockMask rounds lengths up to whole blocks in shape, sparsity and pictures",
-                "torch >= 2.6",
-            )
-        )
-    if flash_installed() and not HAS_FLASH_BACKEND:
-        problems.append(
-            Problem("warning", f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10")
-        )
-    return sorted(problems, key=lambda problem: problem.severity != "error")
-
-
-def _of_compilation(kind: str) -> list[Problem]:
-    problems = [
-        Problem("error", f"{name}={value} switches torch.compile off, which sparse attention needs", f"unset {name}")
-        for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-        if (value := os.environ.get(name, "0")) not in ("", "0")
-    ]
-    if kind != "cpu" and not HAS_TRITON:
-        problems.append(
-            Problem("error", "triton is missing, which compiled attention needs on a GPU", "pip install 'flexmask[gpu]'")
-        )
-    if kind != "cpu" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
-        problems.append(
-            Problem("warning", "TRITON_INTERPRET is set: kernels run in Triton's interpreter", "unset TRITON_INTERPRET")
-        )
-    return problems
-
-
-def _of_cpus() -> list[Problem]:
-    if not HAS_CPU_KERNEL:
-        what = f"torch {torch.__version__} has FlexAttention on CUDA only: masks can be made, sparse attention raises"
-        return [Problem("error", what, "torch >= 2.6")]
-    problems = []
+    device = torch.device(device)
+    on_cpu, on_nvidia = device.type == "cpu", device.type == "cuda" and torch.version.hip is None
+    major = torch.cuda.get_device_capability(device)[0] if on_nvidia else None
+    variables = {name: os.environ.get(name, "0") for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET")}
+    is_set = {name: value for name, value in variables.items() if value not in ("", "0")}
+    interpreted = is_set.pop("TRITON_INTERPRET", None) is not None
     compiler = os.environ.get("CXX") or {"Darwin": "clang++", "Windows": "cl"}.get(platform.system(), "g++")
-    if shutil.which(compiler.split()[0]) is None:
-        what = f"no C++ compiler ({compiler}): Inductor needs one to compile attention for a CPU"
-        problems.append(Problem("error", what, "install g++, or name a compiler in CXX"))
-    if not CPU_TAKES_UNBACKED_SIZES:
-        what = f"torch {torch.__version__} may fail to compile FlexAttention on a CPU for padded batches and chunks"
-        problems.append(Problem("warning", what, "torch >= 2.13"))
-    return problems
-
-
-def _of_gpus(device: torch.device) -> list[Problem]:
-    if device.type != "cuda":
-        return [Problem("warning", f"attention was never run on {device.type}", "run the self-test and compare logits")]
-    if torch.version.hip is not None:
-        return [
-            Problem("warning", "the kernels were compiled for ROCm, but never run there", "run the self-test and compare logits")
-        ]
-    major = torch.cuda.get_device_capability(device)[0]
-    if major != 9:
-        what = f"compute capability {major}.x: the kernels were run on Hopper (9.0) only"
-        return [Problem("warning", what, "run the self-test and compare logits")]
-    if not flash_installed():
-        what = "flash-attn-4 is missing: half precision runs on the slower Triton backend"
-        return [Problem("warning", what, "pip install flash-attn-4, with torch >= 2.10")]
-    return []
+    compare = "run the self-test and compare logits"
+    # whether it holds, severity, what, remedy
+    known = [
+        *((True, "error", f"{name}={x} switches torch.compile off, which sparse attention needs", f"unset {name}")
+          for name, x in is_set.items()),
+        (not on_cpu and not HAS_TRITON, "error", "triton is missing, which compiled attention needs on a GPU",
+         "pip install 'flexmask[gpu]'"),
+        (not on_cpu and interpreted, "warning", "TRITON_INTERPRET is set: kernels run in Triton's interpreter",
+         "unset TRITON_INTERPRET"),
+        (on_cpu and not HAS_CPU_KERNEL, "error",
+         f"torch {torch.__version__} has FlexAttention on CUDA only: masks can be made, sparse attention raises", "torch >= 2.6"),
+        (on_cpu and HAS_CPU_KERNEL and shutil.which(compiler.split()[0]) is None, "error",
+         f"no C++ compiler ({compiler}): Inductor needs one to compile attention for a CPU",
+         "install g++, or name a compiler in CXX"),
+        (on_cpu and HAS_CPU_KERNEL and not CPU_TAKES_UNBACKED_SIZES, "warning",
+         f"torch {torch.__version__} may fail to compile FlexAttention on a CPU for padded batches and chunks", "torch >= 2.13"),
+        (device.type not in ("cpu", "cuda"), "warning", f"attention was never run on {device.type}", compare),
+        (device.type == "cuda" and not on_nvidia, "warning", "the kernels were compiled for ROCm, but never run there", compare),
+        (on_nvidia and major != 9, "warning", f"compute capability {major}.x: the kernels were run on Hopper (9.0) only",
+         compare),
+        (major == 9 and not flash_installed(), "warning",
+         "flash-attn-4 is missing: half precision runs on the slower Triton backend",
+         "pip install flash-attn-4, with torch >= 2.10"),
+        (not KNOWS_LENGTHS, "warning", "torch 2.5's BlockMask rounds lengths up to whole blocks in shape, sparsity and pictures",
+         "torch >= 2.6"),
+        (flash_installed() and not HAS_FLASH_BACKEND, "warning",
+         f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10"),
+    ]  # fmt: skip
+    return sorted((Problem(*rest) for holds, *rest in known if holds), key=lambda problem: problem.severity != "error")
 
 
 def check_release(version: str) -> None:

@@ -117,14 +117,19 @@ class Selector:
     block_size: int
     options: dict[str, Any]  # defaults filled in; by head a number, a tuple or a tensor
 
-    def for_inputs(self, inputs: AttentionInputs) -> CallSelector:
-        """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
-        method, filled, num_heads = self.method, dict(self.options), inputs.query.shape[1]
-        for name in method.shares:
-            filled[name] = shares_by_head(name, filled[name], inputs.query)
-        for name, make in method.pairs.items():
+    def options_of_heads(self, query: Tensor) -> dict[str, Any]:
+        """Its options, those by head compared with the heads of `query`, of which no value is read."""
+        filled, num_heads = dict(self.options), query.shape[1]
+        for name in self.method.shares:
+            filled[name] = shares_by_head(name, filled[name], query)
+        for name, make in self.method.pairs.items():
             given = make(num_heads) if make is not None and filled[name] is None else filled[name]
             filled[name] = pairs_by_head(name, given, num_heads)
+        return filled
+
+    def for_inputs(self, inputs: AttentionInputs) -> CallSelector:
+        """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
+        method, filled, num_heads = self.method, self.options_of_heads(inputs.query), inputs.query.shape[1]
         if method.check_call is not None:
             method.check_call(inputs, block_size=self.block_size, **filled)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]

@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.attend import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
-from flexmask.base.options import pairs_by_head, shares_by_head
 from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"
@@ -240,13 +239,8 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_heads(selector: Selector, num_heads: int, where: str) -> None:
     """Refuse numbers by head that do not fit; `where` opens the message."""
-    query = torch.empty(()).expand(1, num_heads, 1, 1)
     try:
-        for name in selector.method.shares:
-            shares_by_head(name, selector.options[name], query)
-        for name in selector.method.pairs:
-            if selector.options[name] is not None:
-                pairs_by_head(name, selector.options[name], num_heads)
+        selector.options_of_heads(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 

@@ -101,22 +101,14 @@ def flexprefill_mask(
 
     Parameters
     ----------
-    query
-        (batch, num_heads, q_len, head_dim), float32, float16 or bfloat16, head_dim 16 to 512, any device. Under
-        ``torch.autocast`` query and key are cast to its dtype, as by SDPA.
-    key
-        (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),
-        q_len <= kv_len. Lengths need not be multiples of the block.
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset
+        As in `flexmask.sparse_attention`.
     gamma
         Share of the estimated attention to keep. Range (0, 1]; 1 keeps every visible block. Default 0.95 (the paper's for
         Llama-3.1 and GLM-4). Per head: a sequence of num_heads numbers, or a (num_heads,) floating tensor on query's device, not
         read on the host but clamped to (0, 1], NaN to 1.
     tau
         Jensen-Shannon distance below which a head is query-aware. Range [0, 1]; 0: none is. Default 0.1 (the paper's).
-    block_size
-        Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (the paper's).
-    scale, softcap, window, attention_mask, q_offset
-        As in `flexmask.sparse_attention`.
     return_stats
         Also return `SelectionStats`, which takes extra time.
     min_budget
