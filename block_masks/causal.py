@@ -13,12 +13,7 @@ def causal_mask(problem: BlockProblem) -> None:
     subset.
 
     The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read. All heads share one mask.
-
-    Parameters
-    ----------
-    scale, softcap
-        Checked, not used. Default None.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Examples
     --------

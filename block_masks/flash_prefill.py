@@ -5,24 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.options import check_count, check_share
+from flexmask.base.options import check_share
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, method
 
 
-def _check(alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:
+def _check(alpha: float, **_: object) -> None:
     check_share("alpha", alpha, zero=True)
-    check_count("sink_blocks", sink_blocks, 0, "blocks")
-    check_count("window_blocks", window_blocks, 1, "blocks")
-    check_count("last_blocks", last_blocks, 0, "blocks")
 
 
-def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
-    return kv_len // block_size
-
-
-@method(check=_check, row_numbers=_row_numbers)
+@method(
+    counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks"), "last_blocks": (0, "blocks")},
+    check=_check,
+    row_numbers=lambda kv_len, block_size, **_: kv_len // block_size,
+)
 def flash_prefill_mask(
     problem: BlockProblem, alpha: float = 0.1, sink_blocks: int = 2, window_blocks: int = 4, last_blocks: int = 2
 ) -> Tensor:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.options import check_count
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, whole_blocks
 from flexmask.method import BlockProblem, method
 
 
-def _check(block_size: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int) -> None:
-    check_count("topk_blocks", topk_blocks, 1, "blocks")
-    check_count("sink_blocks", sink_blocks, 0, "blocks")
-    check_count("window_blocks", window_blocks, 1, "blocks")
-    check_count("query_stride", query_stride, 1, "rows")
+def _check(block_size: int, query_stride: int, **_: object) -> None:
     if block_size % query_stride != 0:
         raise ValueError(f"query_stride must divide block_size {block_size}; got {query_stride}")
 
@@ -24,7 +19,16 @@ def _row_numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) ->
     return kv_len // block_size + 8 * topk_blocks // block_size
 
 
-@method(check=_check, row_numbers=_row_numbers)
+@method(
+    counts={
+        "topk_blocks": (1, "blocks"),
+        "sink_blocks": (0, "blocks"),
+        "window_blocks": (1, "blocks"),
+        "query_stride": (1, "rows"),
+    },
+    check=_check,
+    row_numbers=_row_numbers,
+)
 def hip_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 2, window_blocks: int = 4, query_stride: int = 2
 ) -> Tensor:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.options import check_count
 from flexmask.base.scores import capped, grouped_scores, ranks
 from flexmask.method import BlockProblem, method
 
 
-def _check(topk_blocks: int, sink_blocks: int, local_tokens: int, execution_blocks: int, **_: object) -> None:
-    check_count("topk_blocks", topk_blocks, 0, "blocks")
-    check_count("sink_blocks", sink_blocks, 0, "blocks")
-    check_count("local_tokens", local_tokens, 1, "tokens")
-    check_count("execution_blocks", execution_blocks, 1, "blocks")
-
-
-@method(check=_check, shared=True)
+@method(
+    counts={
+        "topk_blocks": (0, "blocks"),
+        "sink_blocks": (0, "blocks"),
+        "local_tokens": (1, "tokens"),
+        "execution_blocks": (1, "blocks"),
+    },
+    shared=True,
+)
 def infllm_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 1, local_tokens: int = 4096, execution_blocks: int = 4
 ) -> Tensor:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.options import check_count
 from flexmask.method import BlockProblem, method
 
 
-def _check(global_tokens: int, local_tokens: int, **_: object) -> None:
-    check_count("global_tokens", global_tokens, 0, "tokens")
-    check_count("local_tokens", local_tokens, 1, "tokens")
-
-
-@method(check=_check)
+@method(counts={"global_tokens": (0, "tokens"), "local_tokens": (1, "tokens")})
 def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_tokens: int = 4096) -> Tensor:
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
@@ -25,12 +19,10 @@ def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_token
     beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
 
     The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read. All heads share one mask.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Parameters
     ----------
-    scale, softcap
-        Checked, not used. Default None.
     global_tokens
         Tokens, >= 0: valid keys at the beginning that every row keeps (the paper's n_global). Default 10 (published code).
     local_tokens

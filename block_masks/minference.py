@@ -7,7 +7,6 @@ from torch import Tensor
 
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import map_bytes
-from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
@@ -30,11 +29,7 @@ def _check(lines: str, **_: object) -> None:
     check_word("lines", lines, LINES)
 
 
-def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: object) -> int:
-    return map_bytes(inputs, block_size, LAST_ROWS)
-
-
-@method(check=_check, head_bytes=_head_bytes)
+@method(check=_check, head_bytes=lambda inputs, size, *_, **__: map_bytes(inputs, size, LAST_ROWS))
 def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lines: str = "pooled") -> Tensor:
     """MInference's vertical-slash pattern at the granularity of blocks, with a budget per head.
 

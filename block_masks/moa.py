@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.options import check_count
 from flexmask.method import BlockProblem, PairsByHead, method
 
 # ours, not MoA's: heads take spans of an eighth, a quarter, a half and all of the prompt in turn
@@ -16,11 +15,7 @@ def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
     return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
 
 
-def _check(sink_blocks: int, **_: object) -> None:
-    check_count("sink_blocks", sink_blocks, 0, "blocks")
-
-
-@method(check=_check, plans={"plan": stand_in_plan})
+@method(counts={"sink_blocks": (0, "blocks")}, plans={"plan": stand_in_plan})
 def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks: int = 1) -> Tensor:
     """MoA's elastic windows: a span per head that grows with the length, the same for every input.
 
@@ -32,12 +27,11 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
     Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
     nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`. Only the shapes of query and key are read.
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read; scale and softcap are checked.
 
     Parameters
     ----------
-    scale, softcap
-        Checked, not used. Default None.
     plan
         (alpha, beta), each >= 0: alpha in tokens, beta as a share of the length; a pair for all heads or one per query head.
         Default None: `stand_in_plan`.

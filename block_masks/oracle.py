@@ -15,11 +15,7 @@ def _check(gamma: float, **_: object) -> None:
     check_share("gamma", gamma)
 
 
-def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
-    return kv_len
-
-
-@method(check=_check, row_numbers=_row_numbers)
+@method(check=_check, row_numbers=lambda kv_len, *_, **__: kv_len)
 def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     """The fewest blocks of each query block that hold a share of its true attention; for measuring only.
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.options import check_count
 from flexmask.method import BlockProblem, method
 
 
-def _check(sink_blocks: int, window_blocks: int, **_: object) -> None:
-    check_count("sink_blocks", sink_blocks, 0, "blocks")
-    check_count("window_blocks", window_blocks, 1, "blocks")
-
-
-@method(check=_check)
+@method(counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks")})
 def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_blocks: int = 64) -> Tensor:
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
@@ -27,12 +21,10 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
     a mask cannot do.
 
     The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read. All heads share one mask.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Parameters
     ----------
-    scale, softcap
-        Checked, not used. Default None.
     sink_blocks
         Blocks, >= 0, that every row keeps. Default 8 (1024 tokens in blocks of 128: FlexPrefill's published baseline; 1000 in its
         paper).

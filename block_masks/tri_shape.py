@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flexmask.base.options import check_count
 from flexmask.method import BlockProblem, method
 
 
-def _check(sink_blocks: int, window_blocks: int, last_blocks: int, **_: object) -> None:
-    check_count("sink_blocks", sink_blocks, 0, "blocks")
-    check_count("window_blocks", window_blocks, 1, "blocks")
-    check_count("last_blocks", last_blocks, 0, "blocks")
-
-
-@method(check=_check)
+@method(counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks"), "last_blocks": (0, "blocks")})
 def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: int = 4, last_blocks: int = 1) -> Tensor:
     """The triangle mask: sinks, a sliding window, and the last rows in full; the same for every head.
 
@@ -29,12 +22,10 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     chunk the last rows are those of the chunk.
 
     The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read. All heads share one mask.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Parameters
     ----------
-    scale, softcap
-        Checked, not used. Default None.
     sink_blocks
         Blocks, >= 0, that every row keeps. Default 1 (the published 8 tokens, rounded up).
     window_blocks

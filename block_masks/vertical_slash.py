@@ -6,24 +6,16 @@ import torch
 from torch import Tensor
 
 from flexmask.base.head_groups import map_bytes
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import check_count
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
 from flexmask.method import BlockProblem, method
 from flexmask.plain.vertical_slash import extended_lines, representative_mass
 
 
-def _check(vertical_size: int, slash_size: int, **_: object) -> None:
-    check_count("vertical_size", vertical_size, 0, "tokens")
-    check_count("slash_size", slash_size, 0, "tokens")
-
-
-def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: object) -> int:
-    return map_bytes(inputs, block_size, block_size)
-
-
-@method(check=_check, head_bytes=_head_bytes)
+@method(
+    counts={"vertical_size": (0, "tokens"), "slash_size": (0, "tokens")},
+    head_bytes=lambda inputs, size, *_, **__: map_bytes(inputs, size, size),
+)
 def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_size: int = 8192) -> Tensor:
     """The heaviest key blocks and block diagonals of the last rows' attention, a fixed number of each in every head.
 

@@ -5,24 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.options import check_count, check_share
+from flexmask.base.options import check_share
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, method
 
 
 def _check(block_size: int, stride: int, threshold: float) -> None:
-    check_count("stride", stride, 1, "tokens")
     if block_size % stride != 0:
         raise ValueError(f"stride must divide block_size {block_size}; got {stride}")
     check_share("threshold", threshold)
 
 
-def _row_numbers(kv_len: int, block_size: int, stride: int, **_: object) -> int:
-    return kv_len // stride**2
-
-
-@method(check=_check, row_numbers=_row_numbers)
+@method(counts={"stride": (1, "tokens")}, check=_check, row_numbers=lambda kv_len, *_, stride, **__: kv_len // stride**2)
 def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0.9) -> Tensor:
     """XAttention's antidiagonal block scores, and the fewest blocks of each query block that reach a share of them.
 

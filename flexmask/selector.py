@@ -13,7 +13,7 @@ from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.checks import check_word, plain_number, plain_numbers
 from flexmask.base.head_groups import head_groups, map_bytes
 from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.base.options import check_block_size, pairs_by_head, shares_by_head
+from flexmask.base.options import check_block_size, check_count, pairs_by_head, shares_by_head
 from flexmask.base.selection import Choice
 from flexmask.flex.run import tiled_list_bytes
 from flexmask.users_mask import check_takes_keywords, users_choice
@@ -53,6 +53,8 @@ class Method:
         Its name in the table.
     floats, shares, pairs
         Options that are floats, shares by head and pairs by head; of pairs the function of num_heads that replaces None.
+    counts
+        Least value and unit of options that are counts, as ``{"sink_blocks": (0, "blocks")}``.
     check, check_call
         Called with the options, and with inputs and options; raise for those that it does not serve.
     keeps_all
@@ -80,6 +82,7 @@ class Method:
     floats: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     pairs: Mapping[str, Callable[[int], PairsByHead] | None] = field(default_factory=dict)
+    counts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     check: Callable[..., None] | None = None
     check_call: Callable[..., None] | None = None
     keeps_all: Callable[..., bool] | None = None
@@ -104,6 +107,8 @@ class Method:
             raise UnknownOption(message, unknown[0])
         by_head = (*self.shares, *self.pairs)
         filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
+        for name, (least, unit) in self.counts.items():
+            check_count(name, filled[name], least, unit)
         if self.check is not None:
             self.check(block_size=block_size, **filled)
         return Selector(self, block_size, filled)

@@ -52,10 +52,6 @@ def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **w
     check_word("index_queries", words["index_queries"], QUERY_SUBSETS)
 
 
-def _keeps_all(*, gamma: float, max_budget: int | None, **_: Any) -> bool:
-    return gamma == 1 and max_budget is None
-
-
 def _head_bytes(
     inputs: AttentionInputs,
     block_size: int,
@@ -75,7 +71,12 @@ def _head_bytes(
     return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, by_score)
 
 
-@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes)
+@method(
+    has_kernels=True,
+    check=_check,
+    keeps_all=lambda gamma, max_budget, **_: gamma == 1 and max_budget is None,
+    head_bytes=_head_bytes,
+)
 def flexprefill_mask(
     problem: BlockProblem,
     gamma: ByHead = 0.95,

@@ -77,10 +77,6 @@ def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int, min
     check_share("min_coverage", min_coverage, zero=True)
 
 
-def _keeps_all(*, gamma: float, **_: Any) -> bool:
-    return gamma == 1
-
-
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
     """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
     if by_kernels:
@@ -89,7 +85,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
     return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
 
 
-@method(has_kernels=True, check=_check, keeps_all=_keeps_all, head_bytes=_head_bytes, gammas=GAMMAS)
+@method(has_kernels=True, check=_check, keeps_all=lambda gamma, **_: gamma == 1, head_bytes=_head_bytes, gammas=GAMMAS)
 def hybrid_mask(
     problem: BlockProblem,
     gamma: ByHead = 0.9,
