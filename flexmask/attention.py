@@ -94,9 +94,8 @@ def sparse_attention(
     method
         A name in `flexmask.METHODS`; a mask function of `flexmask.block_masks`; or a function of query and key with the keywords
         block_size, window, attention_mask and q_offset (scale, softcap if it has them) that returns a BlockMask in blocks of
-        `block_size`, whose later positions, padding and keys outside the window are hidden. Numbers that its mask_mod captures
-        are constants: another value may compile again, in a tensor it does not. Default ``"hybrid"``, which we recommend;
-        ``"flexprefill"`` is the paper's.
+        `block_size`. Numbers that its mask_mod captures are constants: another value may compile again, in a tensor it does not.
+        Default ``"hybrid"``, which we recommend; ``"flexprefill"`` is the paper's.
     block_size
         Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (FlexAttention's). Values that 64
         does not divide run slowly on GPUs, whose tiles must divide the block.

@@ -36,20 +36,16 @@ class _Block:
 
 
 _LOCK = threading.RLock()
-_blocks: tuple[weakref.ref[_Block], ...] = ()  # per process
+_blocks: weakref.WeakSet[_Block] = weakref.WeakSet()  # per process
 _restored: tuple[Any] | None = None  # while TF32 is off for them: the program's setting, or None if that was off too
 
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """Float32 matmuls at full precision on CUDA; the program's setting is put back.
-
-    The setting belongs to the process: of overlapping blocks the first switches TF32 off, the last restores it.
-    Other threads run at full precision meanwhile, and may switch TF32 on again.
-    """
+    """Float32 matmuls at full precision on CUDA, in the whole process: the first block switches it over, the last back."""
     block = _Block()
     try:
-        _settle(weakref.ref(block))
+        _settle(block)
         yield
     finally:
         block.is_open = False
@@ -57,14 +53,14 @@ def without_tf32() -> Iterator[None]:
 
 
 @locked(_LOCK)
-def _settle(*opened: weakref.ref[_Block]) -> None:
+def _settle(*opened: _Block) -> None:
     """Switch TF32 off while blocks are open, else back; complete what an interrupted call left undone."""
-    global _blocks, _restored
+    global _restored
     matmul = torch.backends.cuda.matmul
     newer = hasattr(matmul, "fp32_precision")
     name, off = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
-    _blocks = tuple(known for known in (*_blocks, *opened) if (block := known()) is not None and block.is_open)
-    if _blocks:
+    _blocks.update(opened)
+    if any(block.is_open for block in _blocks):
         if _restored is None:
             before = getattr(matmul, name)
             # may be inherited

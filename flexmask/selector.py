@@ -41,58 +41,29 @@ METHODS: dict[str, Method] = {}
 
 @dataclass(frozen=True)
 class Method:
-    """A method: the function that chooses blocks, and how to call it.
+    """A method: the function that chooses blocks, and how to call it."""
 
-    Attributes
-    ----------
-    choose
-        From a `BlockProblem` and the options to the kept blocks; of a method written in steps to a `Choice`.
-    defaults
-        Its options by name, with their defaults.
-    name
-        Its name in the table.
-    floats, shares, pairs
-        Options that are floats, shares by head and pairs by head; of pairs the function of num_heads that replaces None.
-    counts
-        Least value and unit of options that are counts, as ``{"sink_blocks": (0, "blocks")}``.
-    check, check_call
-        Called with the options, and with inputs and options; raise for those that it does not serve.
-    keeps_all
-        From one head's options to True if it keeps all its blocks. None: never.
-    has_kernels
-        True if kernels serve it on CUDA.
-    head_bytes
-        From the inputs, block_size, whether kernels serve it, and the options to the bytes of one head's mask while it is made.
-    row_numbers
-        From kv_len, block_size and the options to the float32 numbers that it writes out per query row and head. It then runs on
-        slices of rows: a query block's choice must depend only on its own rows and the keys.
-    shared
-        True if the heads decide together.
-    whole_blocks
-        True if it serves whole prompts of whole blocks only.
-    gammas
-        The gammas that `flexmask.tune` chooses from by default, where gamma is a share by head.
-    is_users
-        True for a user's function of query and key.
-    """
-
-    choose: Callable[..., Tensor | Choice | None]
-    defaults: dict[str, Any]
-    name: str
+    choose: Callable[..., Tensor | Choice | None]  # from a `BlockProblem` and the options; in steps to a `Choice`
+    defaults: dict[str, Any]  # its options by name
+    name: str  # in the table
+    # options that are floats, shares by head, and pairs by head with the function of num_heads that replaces None
     floats: tuple[str, ...] = ()
     shares: tuple[str, ...] = ()
     pairs: Mapping[str, Callable[[int], PairsByHead] | None] = field(default_factory=dict)
-    counts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    check: Callable[..., None] | None = None
-    check_call: Callable[..., None] | None = None
-    keeps_all: Callable[..., bool] | None = None
-    has_kernels: bool = False
+    counts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # {"sink_blocks": (0, "blocks")}: least value, unit
+    check: Callable[..., None] | None = None  # of block_size and options; raises for those that it does not serve
+    check_call: Callable[..., None] | None = None  # of inputs too
+    keeps_all: Callable[..., bool] | None = None  # of one head's options: it keeps all its blocks; None: never
+    has_kernels: bool = False  # kernels serve it on CUDA
+    # bytes of one head's mask while it is made, of inputs, block_size, whether kernels serve it, and options
     head_bytes: Callable[..., int] | None = None
+    # float32 numbers that it writes out per query row and head, of kv_len, block_size and options. It then runs on slices of
+    # rows: a query block's choice must depend only on its own rows and the keys
     row_numbers: Callable[..., int] | None = None
-    shared: bool = False
-    whole_blocks: bool = False
-    gammas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
-    is_users: bool = False
+    shared: bool = False  # the heads decide together
+    whole_blocks: bool = False  # whole prompts of whole blocks only
+    gammas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)  # from which `flexmask.tune` chooses by default
+    is_users: bool = False  # a user's function of query and key
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
         """The method with these options; raises for wrong ones. Numbers by head are not yet compared with any heads."""

@@ -44,8 +44,7 @@ def warmup(
     * other sizes of groups of heads (`max_mask_bytes`), from about 190k tokens with 32 heads.
 
     It also runs FLASH's check, which cannot run inside ``torch.compile`` or a CUDA graph's capture. Inductor and Triton keep
-    compiled code on disk (TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR). On CUDA the longest call has 47 thousand tokens in blocks
-    of 128.
+    compiled code on disk. On CUDA the longest call has 47 thousand tokens in blocks of 128.
 
     Parameters
     ----------

@@ -128,12 +128,11 @@ def flexprefill_mask(
     Returns
     -------
     BlockMask
-        Of shape (batch, num_heads, q_len, kv_len). Its mask_mod holds the block choice too: ``to_dense()`` and uncompiled
-        flex_attention agree with the compiled kernel. For gradients, which need lists by key block, use
-        `flexmask.sparse_attention`. 9 bytes per pair of blocks (0.3 GB for 32 heads at 128k tokens); while it is made up to 14
-        on CUDA, elsewhere 72, plus 12 per representative row and key (18 with a soft cap). torch 2.5 rounds its lengths up to
-        whole blocks. Pickle, ``torch.save``, ``copy.deepcopy`` and ``to`` take the mask_mod along (``torch.load`` with
-        ``weights_only=False``), except for a mask made inside ``torch.compile``.
+        Of shape (batch, num_heads, q_len, kv_len). Its mask_mod holds the block choice too, so uncompiled flex_attention agrees
+        with the compiled kernel. For gradients, which need lists by key block, use `flexmask.sparse_attention`. 9 bytes per pair
+        of blocks (0.3 GB for 32 heads at 128k tokens); while it is made up to 14 on CUDA, elsewhere 72, plus 12 per
+        representative row and key (18 with a soft cap). Pickle, ``torch.save``, ``copy.deepcopy`` and ``to`` take the mask_mod
+        along (``torch.load`` with ``weights_only=False``), except for a mask made inside ``torch.compile``.
     SelectionStats
         Only with `return_stats`.
 
@@ -141,18 +140,12 @@ def flexprefill_mask(
     ------
     TypeError, ValueError
         For wrong types, shapes, dtypes, devices or ranges, DTensors, tensors of ``torch.vmap`` or the meta device, and masks that
-        take more than 16 GiB while they are made (32 heads at a million tokens on CUDA, 200 thousand on a CPU). Values of tensors
-        are not read: no host synchronisation, and NaN or infinity affects only its head.
+        take more than 16 GiB while they are made. No value of a tensor is read on the host; NaN affects only its head.
 
     Notes
     -----
-    On CUDA it launches Triton kernels, compiled once per head_dim, dtype, memory layout and options, for each of three ranges of
-    map size; on other accelerators torch compiles it, also per head count; on CPUs it runs uncompiled.
-    ``torch.compile(fullgraph=True)`` can trace it. Gradients do not flow through a mask. Autocast, TF32
-    and the default dtype do not affect it.
-
-    CPU, compiled code and kernels may resolve ties differently: by a block in a query-aware head that attends evenly, with gamma
-    times the number of query blocks an integer.
+    On CUDA it launches Triton kernels, on other accelerators torch compiles it, on CPUs it runs uncompiled; these may resolve
+    ties differently. ``torch.compile(fullgraph=True)`` can trace it. Gradients do not flow through a mask.
 
     flex_attention multiplies hidden values within partial blocks by 0, which lets NaN through; `flexmask.sparse_attention`
     replaces them.

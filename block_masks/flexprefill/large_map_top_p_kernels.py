@@ -1,7 +1,6 @@
-"""Triton kernels for top-p over a pooled map too large for one program: one launch per digit (`top_p_kernel`).
+"""Triton kernels for top-p over a pooled map too large for one program (`top_p_kernel`).
 
-Each pass has many programs per head, one per chunk of rows; the next pass picks the digit from the chunks' sums: float32 within
-a group of rows and float64 beyond, in a fixed order, without atomics.
+One launch per digit, one program per chunk of rows; the next launch picks the digit from the chunks' sums, in a fixed order.
 """
 
 from __future__ import annotations

@@ -31,12 +31,7 @@ def estimated_attention(problem: BlockProblem, rows: RepresentativeRows, key_mea
 
 
 def jensen_shannon_distance(estimated: Tensor, true: Tensor) -> Tensor:
-    """Square root of the Jensen-Shannon divergence of two distributions over the last dimension (the paper's D_JS).
-
-    Natural logarithms and 0 * log 0 = 0: in [0, sqrt(ln 2)] up to rounding.
-
-    Differs from the paper's published code: there a probability that underflows to 0 gives NaN.
-    """
+    """Square root of the Jensen-Shannon divergence over the last dimension (the paper's D_JS), in [0, sqrt(ln 2)]."""
     middle = (estimated + true) / 2
     divergence = (_relative_entropy(estimated, middle) + _relative_entropy(true, middle)) / 2
     return divergence.clamp(min=0).sqrt()
@@ -49,10 +44,7 @@ def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
 def pattern_and_lines(
     problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
 ) -> tuple[Tensor, Tensor, Lines]:
-    """Steps 2 and 3a: whether each head is query-aware, its distance, and its lines; a query-aware head keeps the floor only.
-
-    `pattern` decides the kind, `index` the lines; `budget` is that of either family.
-    """
+    """Steps 2 and 3a: whether each head is query-aware by `pattern`, its distance, and its lines of `index` (the floor if so)."""
     gamma, tau = shares
     estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
     distance = jensen_shannon_distance(estimated, pattern.mass.vertical)

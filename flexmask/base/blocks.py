@@ -61,12 +61,24 @@ class Steps(Protocol[Mass, Blocks]):
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """One attention problem cut into blocks."""
+    """One attention problem cut into blocks.
 
-    inputs: SparseInputs  # checked; of a method with `row_numbers` a slice of rows
-    block_size: int  # tokens
-    steps: Steps[Any, Any]  # the shared ones, plain or kernels
-    with_map: bool = True  # the map of kept blocks is needed
+    Attributes
+    ----------
+    inputs
+        Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
+    block_size
+        Tokens per block.
+    steps
+        The shared steps, plain or kernels.
+    with_map
+        True if the map of kept blocks is needed.
+    """
+
+    inputs: SparseInputs
+    block_size: int
+    steps: Steps[Any, Any]
+    with_map: bool = True
     edges: PackedEdges | None = None  # the geometry as kernels read it; None for plain steps
     cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
 

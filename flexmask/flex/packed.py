@@ -79,12 +79,10 @@ def dense_attention_packed(
 def attention_in_one_call(
     inputs: AttentionInputs, segments: list[Segment], backend: str, return_lse: bool = False, lse_factor: float = 1.0
 ) -> list[Result]:
-    """Dense attention of all segments by one FlexAttention call under a block-diagonal mask.
-
-    Every sequence is copied to begin at its own block: a weight of 0 would not hide NaN in another sequence's values.
-    """
+    """Dense attention of all segments by one FlexAttention call under a block-diagonal mask."""
     value = inputs.value
     assert value is not None
+    # each sequence is copied to begin at a block: a weight of 0 would not hide NaN in another's values
     blocks = _table(segments, inputs.query.device)
     within = torch.arange(_BLOCK, device=inputs.query.device)
     rows, keys = ((table[:, :1] + within).clamp(max=table[:, 1:2] - 1).flatten() for table in (blocks.rows, blocks.keys))
