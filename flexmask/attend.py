@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask.base.checks import check_int, check_word, plain_number
 from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
 from flexmask.base.selection import BlockLists, Selection
-from flexmask.block_masks.causal import causal_mask
+from flexmask.block_masks.positions import causal_mask
 from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
 from flexmask.flex.backend import BACKENDS, ChosenBackend, chosen_backend
 from flexmask.flex.block_mask import block_mask

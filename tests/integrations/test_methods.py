@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.block_masks.causal import causal_mask
+from flexmask.block_masks.positions import causal_mask
 from tests.integrations.common import LENGTH, make_model, padded
 from tests.integrations.families import FAMILIES
 

@@ -1,0 +1,182 @@
+"""Masks that only positions decide, the same for every input: dense attention, sinks and windows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flexmask.method import BlockProblem, PairsByHead, method
+
+
+@method
+def causal_mask(problem: BlockProblem) -> None:
+    """The mask of dense causal attention, the same for every head.
+
+    Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
+    subset.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> causal_mask(query, key, block_size=64).to_dense()[0, 0, :3]
+    tensor([[1, 0, 0, 0, 0, 0, 0, 0],
+            [1, 1, 0, 0, 0, 0, 0, 0],
+            [1, 1, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)
+    """
+    return None
+
+
+@method(counts={"global_tokens": (0, "tokens"), "local_tokens": (1, "tokens")})
+def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_tokens: int = 4096) -> Tensor:
+    """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
+
+    Keeps the blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
+
+    Source: LM-Infinite (https://arxiv.org/abs/2308.16137), section 4, the Lambda-shaped mask.
+
+    Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask and is left out, so
+    beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
+
+    Parameters
+    ----------
+    global_tokens
+        Tokens, >= 0: valid keys at the beginning that every row keeps (the paper's n_global). Default 10 (published code).
+    local_tokens
+        Tokens, >= 1: reach of the window, the row's own position included (the paper's L_pretrain). Default 4096 (published code
+        for Llama-2).
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> lm_infinite_mask(query, key, block_size=64, local_tokens=65).to_dense()[0, 0, 4:6]
+    tensor([[1, 0, 0, 1, 1, 0, 0, 0],
+            [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
+    """
+    return problem.sinks_of_tokens(global_tokens) | problem.window(local_tokens)
+
+
+# ours, not MoA's: heads take spans of an eighth, a quarter, a half and all of the prompt in turn
+STAND_IN_PLAN = ((0.0, 0.125), (0.0, 0.25), (0.0, 0.5), (0.0, 1.0))
+
+
+def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
+    """A plan of ours for `num_heads` heads without a calibrated one."""
+    return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
+
+
+@method(counts={"sink_blocks": (0, "blocks")}, plans={"plan": stand_in_plan})
+def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks: int = 1) -> Tensor:
+    """MoA's elastic windows: a span per head that grows with the length, the same for every input.
+
+    With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
+    ``i - j < max(1, floor(alpha / block_size + beta * n))``; ``first`` is the block of the first valid key.
+
+    Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
+
+    Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
+    nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read; scale and softcap are checked.
+
+    Parameters
+    ----------
+    plan
+        (alpha, beta), each >= 0: alpha in tokens, beta as a share of the length; a pair for all heads or one per query head.
+        Default None: `stand_in_plan`.
+    sink_blocks
+        Blocks, >= 0, that every row keeps. Default 1 (published code).
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> moa_mask(query, key, block_size=64, plan=(64, 0.125)).to_dense()[0, 0, 4:6]
+    tensor([[1, 0, 0, 1, 1, 0, 0, 0],
+            [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
+    """
+    tokens, size = problem.tokens, problem.block_size
+    pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
+    filled = tokens.offset + tokens.row_valid.shape[1]  # (batch or 1,)
+    blocks = ((filled + size - 1) // size)[:, None, None, None]
+    alpha, beta = pairs[:, 0, None, None], pairs[:, 1, None, None]
+    return problem.sinks(sink_blocks) | problem.diagonals((alpha / size + beta * blocks).floor().clamp(min=1))
+
+
+@method(counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks")})
+def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_blocks: int = 64) -> Tensor:
+    """StreamingLLM's sinks and sliding window, the same for every head and input.
+
+    Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks``, where i is the block of the
+    position and ``first`` the block of the first valid key.
+
+    Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, as the baseline of FlexPrefill
+    (https://arxiv.org/abs/2502.20766), section 4.1.
+
+    Differs from the paper: whole blocks, where the paper has 4 sink tokens; positions are not re-counted within the cache, which
+    a mask cannot do.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
+
+    Parameters
+    ----------
+    sink_blocks
+        Blocks, >= 0, that every row keeps. Default 8 (1024 tokens in blocks of 128: FlexPrefill's published baseline; 1000 in its
+        paper).
+    window_blocks
+        Blocks, >= 1, the row's own included. Default 64 (8192 tokens, as above; 8000 in the paper).
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> streaming_llm_mask(query, key, block_size=64, sink_blocks=1, window_blocks=2).to_dense()[0, 0, 4:6]
+    tensor([[1, 0, 0, 1, 1, 0, 0, 0],
+            [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
+    """
+    return problem.sinks(sink_blocks) | problem.diagonals(window_blocks)
+
+
+@method(counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks"), "last_blocks": (0, "blocks")})
+def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: int = 4, last_blocks: int = 1) -> Tensor:
+    """The triangle mask: sinks, a sliding window, and the last rows in full; the same for every head.
+
+    Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last
+    `last_blocks` query blocks with a valid row; ``first`` is the block of the first valid key.
+
+    Source: TriangleMix (https://arxiv.org/abs/2507.21526), section 3, and the tri-shape of SCBench
+    (https://arxiv.org/abs/2412.10319).
+
+    Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. Layers
+    that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``. In a
+    chunk the last rows are those of the chunk.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
+
+    Parameters
+    ----------
+    sink_blocks
+        Blocks, >= 0, that every row keeps. Default 1 (the published 8 tokens, rounded up).
+    window_blocks
+        Blocks, >= 1, the row's own included. Default 4 (512 tokens in blocks of 128, published code).
+    last_blocks
+        Query blocks, >= 0, that keep every visible block. Default 1 (the published 100 rows, rounded up).
+
+    Examples
+    --------
+    >>> import torch
+    >>> query, key = torch.randn(1, 4, 512, 64), torch.randn(1, 2, 512, 64)
+    >>> tri_shape_mask(query, key, block_size=64, window_blocks=2).to_dense()[0, 0, 6:]
+    tensor([[1, 0, 0, 0, 0, 1, 1, 0],
+            [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
+    """
+    return problem.sinks(sink_blocks) | problem.diagonals(window_blocks) | problem.last_query_blocks(last_blocks)
