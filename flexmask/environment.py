@@ -89,13 +89,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> list[BackendReport]:
-    """Every backend for a plain call on `device`: usable or not, and the one that ``backend="auto"`` takes.
-
-    Examples
-    --------
-    >>> [(each.name, each.chosen) for each in backends("cpu", torch.float32)]
-    [('cpu', True), ('triton', False), ('flash', False)]
-    """
+    """Every backend for a plain call on `device`: usable or not, and the one that ``backend="auto"`` takes."""
     x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, head_dim)
     inputs = AttentionInputs(x, x, x, scale=1.0)
     auto = chosen_backend("auto", inputs, 128, False).name

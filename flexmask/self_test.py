@@ -24,18 +24,14 @@ _TOKENS, _HEAD_DIM, _BLOCK_SIZE = 1100, 64, 128
 
 
 class SelfTest(NamedTuple):
-    """The outcome of one case.
-
-    `density` is the kept share of the visible blocks, `difference` the largest from dense attention under the expanded mask,
-    `skipped` from dense attention without it; `tolerance` bounds the former from above and the latter from below.
-    """
+    """The outcome of one case; `tolerance` bounds `difference` from above and `skipped` from below."""
 
     method: str
     backend: str
     dtype: str
-    density: float | None
-    difference: float | None
-    skipped: float | None
+    density: float | None  # kept share of the visible blocks
+    difference: float | None  # the largest from dense attention under the expanded mask
+    skipped: float | None  # from dense attention without it
     tolerance: float
     seconds: float
     error: str = ""

@@ -162,26 +162,22 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Numbers of sequences by call; single rows, and single sequences that SDPA takes without a copy, are left out."""
-    shared = [number for number, segment in enumerate(segments) if segment.q_len > 1]
-    if len(shared) < 2:
+    """Numbers of sequences by call, of at most `_MOST_BLOCKS` or one sequence.
+
+    Single rows, and single sequences that SDPA takes without a copy, are left out.
+    """
+    calls: list[list[int]] = []
+    blocks = 0
+    for number, segment in enumerate(segments):
+        if segment.q_len > 1:
+            more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
+            if not calls or blocks + more > _MOST_BLOCKS:
+                calls.append([])
+                blocks = 0
+            calls[-1].append(number)
+            blocks += more
+    if sum(len(call) for call in calls) < 2:
         return []
-    waiting = iter(shared)
-    calls = [list(itertools.islice(waiting, len(part))) for part in _calls([segments[number] for number in shared])]
     assert inputs.value is not None
     fused = has_fused_kernel(inputs.query, inputs.key, inputs.value)
     return [call for call in calls if len(call) > 1 or not (fused and sdpa_serves(segments[call[0]].of(inputs), return_lse))]
-
-
-def _calls(segments: list[Segment]) -> list[list[Segment]]:
-    """Segments by call, each of at most `_MOST_BLOCKS` or one segment."""
-    calls: list[list[Segment]] = []
-    blocks = 0
-    for segment in segments:
-        more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
-        if not calls or blocks + more > _MOST_BLOCKS:
-            calls.append([])
-            blocks = 0
-        calls[-1].append(segment)
-        blocks += more
-    return calls
