@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask import plain
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
+from flexmask.base.options import blocks_of, check_max_budget, check_share
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
 from flexmask.block_masks.flexprefill.plain import estimated_attention
@@ -19,9 +19,9 @@ from flexmask.plain.pooling import pooled_map
 from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines
 
 
-def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **_: Any) -> None:
-    check_gamma_and_tau(gamma, tau)
-    check_budgets(min_budget, max_budget)
+def _check(*, tau: Any, min_budget: int, max_budget: int | None, **_: Any) -> None:
+    check_share("tau", tau, zero=True)
+    check_max_budget(max_budget, min_budget)
 
 
 def _check_call(inputs: AttentionInputs, **_: Any) -> None:
@@ -42,7 +42,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, t
     return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, 32)
 
 
-@method(check=_check, check_call=_check_call, whole_blocks=True, head_bytes=_head_bytes)
+@method(counts={"min_budget": (0, "tokens")}, check=_check, check_call=_check_call, whole_blocks=True, head_bytes=_head_bytes)
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
 ) -> Choice:

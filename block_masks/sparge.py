@@ -21,11 +21,7 @@ def _check(similarity_threshold: float, cdf_threshold: float, topk: float | None
         check_share("topk", topk)
 
 
-def _row_numbers(kv_len: int, block_size: int, **_: object) -> int:
-    return 8 * kv_len // block_size**2
-
-
-@method(check=_check, row_numbers=_row_numbers)
+@method(check=_check, row_numbers=lambda kv_len, block_size, **_: 8 * kv_len // block_size**2)
 def sparge_mask(
     problem: BlockProblem, similarity_threshold: float = 0.6, cdf_threshold: float = 0.98, topk: float | None = None
 ) -> Tensor:

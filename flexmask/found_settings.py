@@ -13,9 +13,7 @@ from flexmask.settings import CONFIG_KEY, PrefillSettings, shape_of
 
 
 def named_settings(
-    method: str | Callable[..., BlockMask] | None = None,
-    settings: PrefillSettings | str | Path | None = None,
-    **options: Any,
+    method: str | Callable[..., BlockMask] | None = None, settings: PrefillSettings | str | Path | None = None, **options: Any
 ) -> PrefillSettings | None:
     """The settings that a caller names, by keywords, as a whole or by file; None without any."""
     if settings is None:

@@ -13,7 +13,7 @@ from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.checks import check_word, plain_number, plain_numbers
 from flexmask.base.head_groups import head_groups, map_bytes
 from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.base.options import check_block_size, check_count, pairs_by_head, shares_by_head
+from flexmask.base.options import check_block_size, check_count, check_shares, pairs_by_head, shares_by_head
 from flexmask.base.selection import Choice
 from flexmask.flex.run import tiled_list_bytes
 from flexmask.users_mask import check_takes_keywords, users_choice
@@ -78,6 +78,8 @@ class Method:
             raise UnknownOption(message, unknown[0])
         by_head = (*self.shares, *self.pairs)
         filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
+        for name in self.shares:
+            check_shares(name, filled[name])
         for name, (least, unit) in self.counts.items():
             check_count(name, filled[name], least, unit)
         if self.check is not None:

@@ -11,7 +11,7 @@ from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_budgets, check_gamma_and_tau
+from flexmask.base.options import blocks_of, check_max_budget, check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
@@ -44,23 +44,16 @@ QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
 
 
-def _check(*, gamma: Any, tau: Any, min_budget: int, max_budget: int | None, **words: Any) -> None:
-    check_gamma_and_tau(gamma, tau)
-    check_budgets(min_budget, max_budget)
+def _check(*, tau: Any, min_budget: int, max_budget: int | None, **words: Any) -> None:
+    check_share("tau", tau, zero=True)
+    check_max_budget(max_budget, min_budget)
     check_word("query_aware", words["query_aware"], QUERY_AWARE_RULES)
     check_word("pattern_queries", words["pattern_queries"], QUERY_SUBSETS)
     check_word("index_queries", words["index_queries"], QUERY_SUBSETS)
 
 
 def _head_bytes(
-    inputs: AttentionInputs,
-    block_size: int,
-    by_kernels: bool,
-    *,
-    tau: float,
-    pattern_queries: str,
-    index_queries: str,
-    **_: Any,
+    inputs: AttentionInputs, block_size: int, by_kernels: bool, *, tau: float, pattern_queries: str, index_queries: str, **_: Any
 ) -> int:
     """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
     q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
@@ -73,6 +66,7 @@ def _head_bytes(
 
 @method(
     has_kernels=True,
+    counts={"min_budget": (0, "tokens")},
     check=_check,
     keeps_all=lambda gamma, max_budget, **_: gamma == 1 and max_budget is None,
     head_bytes=_head_bytes,

@@ -11,7 +11,7 @@ from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_budgets, check_share, check_shares
+from flexmask.base.options import blocks_of, check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
@@ -68,9 +68,7 @@ NEAREST = 8
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
-def _check(*, block_size: int, gamma: Any, min_budget: int, row_stride: int, min_coverage: float) -> None:
-    check_shares("gamma", gamma)
-    check_budgets(min_budget)
+def _check(*, block_size: int, row_stride: int, min_coverage: float, **_: Any) -> None:
     check_int("row_stride", row_stride)
     if not block_size // 32 <= row_stride or row_stride < 1 or block_size % row_stride != 0:
         raise ValueError(f"row_stride must be a divisor of block_size ({block_size}) and at least a 32nd of it; got {row_stride}")
@@ -85,7 +83,14 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
     return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
 
 
-@method(has_kernels=True, check=_check, keeps_all=lambda gamma, **_: gamma == 1, head_bytes=_head_bytes, gammas=GAMMAS)
+@method(
+    has_kernels=True,
+    counts={"min_budget": (0, "tokens")},
+    check=_check,
+    keeps_all=lambda gamma, **_: gamma == 1,
+    head_bytes=_head_bytes,
+    gammas=GAMMAS,
+)
 def hybrid_mask(
     problem: BlockProblem,
     gamma: ByHead = 0.9,

@@ -47,14 +47,8 @@ def check_shares(name: str, value: Any) -> None:
         check_share(f"{name}[{head}]", share)
 
 
-def check_gamma_and_tau(gamma: Any, tau: Any) -> None:
-    check_shares("gamma", gamma)
-    check_share("tau", tau, zero=True)
-
-
-def check_budgets(min_budget: Any, max_budget: Any = None) -> None:
-    """Raise unless the floor is >= 0 and the cap None or at least one token and the floor."""
-    check_count("min_budget", min_budget, 0, "tokens")
+def check_max_budget(max_budget: Any, min_budget: int) -> None:
+    """Raise unless the cap is None or at least one token and the floor."""
     if max_budget is not None:
         check_int("max_budget", max_budget)
         check_int64("max_budget", max_budget, "tokens")

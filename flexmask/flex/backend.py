@@ -32,12 +32,6 @@ BACKENDS = ("auto", "triton", "flash")
 _HOPPER = 9
 _BLACKWELL = (10, 11)
 _DENSE = "make the call dense by dense_below"
-# "auto" checks FLASH for calls within these; others are checked by name only
-_AUTO_BLOCK_SIZE = 128
-_AUTO_HEAD_DIM = 192
-_AUTO_V_HEAD_DIM = 128
-_AUTO_WIDE = 256  # of query, key and value alike
-_AUTO_MULTIPLE = 8  # of the head dims: rows of 16 bytes
 
 
 def flash_runs_on(device: torch.device) -> bool:
@@ -136,18 +130,11 @@ def chosen_backend(
 
 
 def auto_checks(call: FlashCall) -> bool:
-    """True if "auto" takes FLASH for such calls where its check finds them right; for those with gradients it takes none."""
-    return (
-        call.dtype != torch.float32
-        and call.block_size == _AUTO_BLOCK_SIZE
-        and (
-            (call.head_dim <= _AUTO_HEAD_DIM and call.v_head_dim <= _AUTO_V_HEAD_DIM)
-            or call.head_dim == call.v_head_dim == _AUTO_WIDE
-        )
-        and call.head_dim % _AUTO_MULTIPLE == 0
-        and call.v_head_dim % _AUTO_MULTIPLE == 0
-        and not call.gradients
-    )
+    """True if "auto" takes FLASH for such calls where its check finds them right; others are checked by name only."""
+    dims = call.head_dim, call.v_head_dim
+    in_rows_of_16_bytes = dims[0] % 8 == 0 and dims[1] % 8 == 0
+    is_fast = (dims[0] <= 192 and dims[1] <= 128) or dims == (256, 256)
+    return call.dtype != torch.float32 and call.block_size == 128 and is_fast and in_rows_of_16_bytes and not call.gradients
 
 
 def _reason(outcome: Verdict, needs_lse: bool) -> str:

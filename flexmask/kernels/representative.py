@@ -116,10 +116,7 @@ def _block_sums_kernel(
         if ONE_STORE:
             # each of four stores would convert the layout
             b_four = tl.join(tl.join(b_highest, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
-            tl.store(
-                sums + o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :],
-                b_four,
-            )
+            tl.store(sums + o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :], b_four)
         else:
             tl.store(sums + o_sums, b_highest)
             tl.store(sums + o_sums + 1, b_total)
