@@ -61,26 +61,14 @@ def published_mask(
     Differs from the published code: scores are float32 (it rounds them to the input's dtype, which moves a few heads in
     bfloat16); its dense shortcut for short prompts is left out; at gamma 1 rounding does not decide.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
-    query, key
-        As in `flexprefill_mask`, of equal length.
     gamma, tau, min_budget, max_budget
         As in `flexprefill_mask`; the budgets bound the counts of key blocks and of block diagonals, in blocks.
-    block_size, scale, return_stats
-        As in `flexprefill_mask`.
     softcap, window, attention_mask, q_offset
         Refused.
-
-    Returns
-    -------
-    BlockMask, SelectionStats
-        As `flexprefill_mask`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`, and for what the published code cannot do.
 
     Examples
     --------

@@ -118,10 +118,11 @@ def hybrid_mask(
       rows; each row counts diagonals from its own block, the 0th;
     - its first visible key block and its diagonal.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`. While it is made, a mask takes up to 10 bytes
+    per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the evidence.
+
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset, return_stats
-        As in `flexprefill_mask`; statistics take a second pass over the evidence.
     gamma
         Trades error for speed: thresholds are proportional to g. Range (0, 1]; 1 keeps every visible block. Default 0.9 (ours).
         Per head as in flexprefill.
@@ -134,16 +135,6 @@ def hybrid_mask(
         Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours): at gamma 0.9 it adds 2% to 3%
         to the blocks of SmolLM2 (YaRN factor 8) at 16k tokens, 0.5% at 64k, and keeps half of heads that attend evenly. 0
         computes nothing.
-
-    Returns
-    -------
-    BlockMask, SelectionStats
-        As `flexprefill_mask`; while it is made, a mask takes up to 10 bytes per pair of blocks on CUDA, elsewhere 80.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `flexprefill_mask`.
 
     Examples
     --------

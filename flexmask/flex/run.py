@@ -35,7 +35,9 @@ def run_flex_attention(
         return _of_fakes(inputs, return_lse)
     scale, softcap = inputs.scale, inputs.softcap
     on_cpu, head_dim = backend == "cpu", query.shape[3]
-    for_inference_on_hopper = _is_on_hopper(query) and not inputs.needs_grad
+    on_nvidia = query.is_cuda and torch.version.hip is None
+    on_hopper = on_nvidia and torch.cuda.get_device_capability(query.device)[0] == 9
+    for_inference_on_hopper = on_hopper and not inputs.needs_grad
     if backend == "flash" and for_inference_on_hopper:
         block_mask = in_key_tiles(block_mask, flash_key_tile(head_dim, value.shape[3]))
     sizes = (block_mask.BLOCK_SIZE[0], head_dim, value.shape[3])
@@ -100,11 +102,6 @@ def _flex_attention(
         out, lse = attend(return_lse=True, kernel_options=cast(Any, options))
         return out, lse
     return attend(kernel_options=cast(Any, options)), None
-
-
-def _is_on_hopper(query: Tensor) -> bool:
-    on_nvidia = query.is_cuda and torch.version.hip is None
-    return on_nvidia and torch.cuda.get_device_capability(query.device)[0] == 9
 
 
 def kernel_options(
