@@ -75,11 +75,7 @@ def sparse_attention(
     max_mask_bytes: int = MAX_MASK_BYTES,
     **options: Any,
 ) -> Any:
-    """Causal attention over the blocks that a method keeps.
-
-    All methods run on one compiled block-sparse kernel with the same checks, so comparing two compares their selections.
-
-    Source: see the method's mask function.
+    """Causal attention over the blocks that a method keeps, the same compiled kernel for all methods.
 
     Parameters
     ----------

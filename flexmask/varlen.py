@@ -86,12 +86,9 @@ def sparse_attention_varlen(
     max_mask_bytes: int = MAX_MASK_BYTES,
     **options: Any,
 ) -> Any:
-    """Causal attention of packed sequences to themselves, over the blocks that a method keeps in each.
+    """Causal attention of packed sequences to themselves: each gets the result of its own `sparse_attention`.
 
-    Layout and names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``. Each sequence gets the result of
-    its own `sparse_attention`; on GPUs dense sequences share FlexAttention calls.
-
-    Source: the method's, per sequence.
+    Layout and names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``.
 
     Parameters
     ----------
@@ -114,10 +111,8 @@ def sparse_attention_varlen(
         As in `sparse_attention`, the same for all sequences.
     scale, softcap, window, sinks, backend, max_mask_bytes
         As in `sparse_attention`. Dense sequences share calls of Triton's kernel unless `backend` is ``"flash"``.
-    dense_below
-        As in `sparse_attention`, compared with the keys of each sequence.
-    return_lse, return_stats
-        As in `sparse_attention`.
+    dense_below, return_lse, return_stats
+        As in `sparse_attention`, for each sequence.
 
     Returns
     -------
