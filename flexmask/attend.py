@@ -72,42 +72,29 @@ def attend(
         backend = chosen_backend(call_options.backend, inputs, selector.block_size, return_lse, is_dense)
         if is_dense:
             return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)
-        if plan.reason is None:
-            call_selector = selector if isinstance(selector, CallSelector) else selector.for_inputs(inputs)
-            return _attend_by_group(inputs, call_selector, call_options, plan, backend, return_lse, statistics, with_maps)
-        every_block = causal_mask.method.checked(selector.block_size, {}).for_inputs(inputs)
-        attended = _attend_by_group(inputs, every_block, call_options, plan, backend, return_lse, (), with_maps)
-        return Attended(attended.out, attended.lse, dense_stats(inputs.query) if statistics else None, attended.selections)
-
-
-def _attend_by_group(
-    inputs: AttentionInputs,
-    call_selector: CallSelector,
-    call_options: CallOptions,
-    plan: DensePlan,
-    backend: ChosenBackend,
-    return_lse: bool,
-    statistics: tuple[str, ...],
-    with_maps: bool,
-) -> Attended:
-    """Attention over the blocks that `call_selector` keeps, one group of heads after the other."""
-    groups = call_selector.groups(inputs, call_options.max_mask_bytes)
-    whole = inputs.prepared()
-    outputs, selections, dense = None, [], []
-    for group in groups:
-        part, key_heads, selection, kernel = whole.of_heads(group), plan.key_heads[group.key], None, backend
-        if statistics or with_maps or not all(key_heads):
-            selection = select_blocks(call_selector, part, group.query, with_maps, statistics)
-            selections.append(selection)
-            if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
-                # FLASH then packs a key head's query heads into one tile
-                kernel = chosen_backend(call_options.backend, inputs, call_selector.block_size, return_lse, shared=True)
-        out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
-        outputs = _with_group(outputs, (out, lse), group, inputs.query)
-        dense.append(key_heads)
-    assert outputs is not None
-    stats = stats_of([selection.stats for selection in selections], groups, dense) if statistics else None
-    return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+        if plan.reason is not None:  # every visible block
+            selector = causal_mask.method.checked(selector.block_size, {})
+        if not isinstance(selector, CallSelector):
+            selector = selector.for_inputs(inputs)
+        measured = statistics if plan.reason is None else ()
+        groups, whole = selector.groups(inputs, call_options.max_mask_bytes), inputs.prepared()
+        outputs, selections, dense = None, [], []
+        for group in groups:
+            part, key_heads, selection, kernel = whole.of_heads(group), plan.key_heads[group.key], None, backend
+            if measured or with_maps or not all(key_heads):
+                selection = select_blocks(selector, part, group.query, with_maps, measured)
+                selections.append(selection)
+                if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
+                    # FLASH then packs a key head's query heads into one tile
+                    kernel = chosen_backend(call_options.backend, inputs, selector.block_size, return_lse, shared=True)
+            out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
+            outputs = _with_group(outputs, (out, lse), group, inputs.query)
+            dense.append(key_heads)
+        assert outputs is not None
+        stats = None
+        if statistics:
+            stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
+        return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
 
 
 def _with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Tensor) -> _Output:
