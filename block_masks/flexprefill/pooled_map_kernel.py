@@ -20,8 +20,7 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    b_q, k_means, o_kv, kv_edges, b_own_first, b_own_last, b_first_valid_row, o_dim, num_kv_blocks, kv_len,
-    max_distance, scale, softcap,
+    b_q, k_means, o_kv, kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len, max_distance, scale, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where nothing is visible."""
@@ -35,8 +34,7 @@ def _scores(
     b_last_valid_key = tl.load(kv_edges + o_kv, mask=m_kv, other=0)[None, :]
     b_count = tl.load(kv_edges + 2 * num_kv_blocks + o_kv, mask=m_kv, other=0)
     b_score = b_score * 1.4426950408889634 + tl.log2(tl.maximum(b_count, 1).to(tl.float32))[None, :]
-    b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len)[None, :] - 1
-    m_visible = sees(o_kv[None, :], b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
+    m_visible = sees(o_kv[None, :], b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
     return tl.where(m_visible & m_kv[None, :] & (b_count > 0)[None, :], b_score, float("-inf"))
 
 
@@ -58,8 +56,8 @@ def _pooled_map_kernel(
         # long rows first
         o_q = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
         m_q = o_q < num_q_blocks
-        b_last_row, _, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(q_edges, batch, num_q_blocks, o_q, m_q)
-        b_first_valid_row, b_own_first, b_own_last = b_first_valid_row[:, None], b_own_first[:, None], b_own_last[:, None]
+        b_last_row, _, b_first_valid_row, b_last_valid_row, _ = row_edges(q_edges, batch, num_q_blocks, o_q, m_q)
+        b_first_valid_row, b_last_valid_row = b_first_valid_row[:, None], b_last_valid_row[:, None]
         b_end = b_last_row // BLOCK_SIZE + 1
         b_end = tl.where(m_q, b_end, 0)
         end = tl.max(b_end, 0)
@@ -76,8 +74,8 @@ def _pooled_map_kernel(
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
-                b_q, p_k_means, o_kv, p_kv_edges, b_own_first, b_own_last, b_first_valid_row, o_dim,
-                num_kv_blocks, kv_len, max_distance, scale, softcap,
+                b_q, p_k_means, o_kv, p_kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len,
+                max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
@@ -90,8 +88,8 @@ def _pooled_map_kernel(
         for start in range(0, end, COLUMNS):
             o_kv = start + tl.arange(0, COLUMNS)
             b_score = _scores(
-                b_q, p_k_means, o_kv, p_kv_edges, b_own_first, b_own_last, b_first_valid_row, o_dim,
-                num_kv_blocks, kv_len, max_distance, scale, softcap,
+                b_q, p_k_means, o_kv, p_kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len,
+                max_distance, scale, softcap,
                 HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
             )  # fmt: skip
             b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]

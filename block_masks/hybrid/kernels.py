@@ -49,7 +49,7 @@ def _thresholds_kernel(
     one = tl.full([], 1.0, tl.float64)
     reference = tl.full([], REFERENCE, tl.float64)
     of_default = one - tl.full([], GAMMA, tl.float64)
-    p_seen = q_edges_of(q_edges, batch, num_q_blocks) + 6 * num_q_blocks
+    p_seen = q_edges_of(q_edges, batch, num_q_blocks) + 5 * num_q_blocks
     b_most = tl.zeros([TILE], tl.int32)
     for start in range(0, num_q_blocks, TILE):
         o_q = start + tl.arange(0, TILE)

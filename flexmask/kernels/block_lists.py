@@ -47,9 +47,7 @@ def _lists_kernel(
     q_block = num_q_blocks - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
-    last_row, first_row, first_valid_row, own_first, own_last, last_whole_key = row_edges(
-        q_edges, batch, num_q_blocks, q_block, True
-    )
+    last_row, first_row, first_valid_row, last_valid_row, last_whole_key = row_edges(q_edges, batch, num_q_blocks, q_block, True)
     first_row_block = first_row // BLOCK_SIZE
     last_row_block = last_row // BLOCK_SIZE
     end = tl.minimum(last_row_block + 1, num_kv_blocks)
@@ -80,8 +78,7 @@ def _lists_kernel(
         o_kv = start + o_lane
         m_kv = o_kv < end
         b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
-        b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
-        m_visible = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance) & m_kv
+        m_visible = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE) & m_kv
         first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
         m_keep = tl.load(p_vertical + o_kv, mask=m_kv, other=0) != 0
         m_keep = m_keep | (tl.load(p_slash + first_row_block - o_kv, mask=o_kv <= first_row_block, other=0) != 0)
@@ -95,6 +92,7 @@ def _lists_kernel(
             m_keep = m_keep | (o_kv >= near_start)
         m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
         m_keep = m_keep & m_visible
+        b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
         m_whole = (tl.load(p_kv_edges + num_kv_blocks + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
         m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < max_distance)
         # both counts in one number: one running sum places both

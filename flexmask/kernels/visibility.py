@@ -28,14 +28,14 @@ class PackedEdges(NamedTuple):
     is none, by `WHICH`.
     """
 
-    q_edges: Tensor  # (batch, 7, num_q_blocks)
+    q_edges: Tensor  # (batch, 6, num_q_blocks)
     kv_edges: Tensor  # (batch, 5, num_kv_blocks)
     last_rows: Tensor  # (2, batch, 1 + block_size)
 
     @property
     def seen(self) -> Tensor:
         """Key blocks that each query block sees, (batch, num_q_blocks)."""
-        return self.q_edges[:, 6]
+        return self.q_edges[:, 5]
 
 
 def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
@@ -45,7 +45,7 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
     q_edges, kv_edges, last_rows = (
         query.new_empty(shape, dtype=torch.int32)
-        for shape in ((batch, 7, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size))
+        for shape in ((batch, 6, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size))
     )
     mask = None if mask is None else mask.contiguous()
     most = max(q_blocks, kv_blocks)
@@ -136,29 +136,25 @@ def _edges_kernel(
         m_q = o_block < num_q_blocks
         b_first_row = offset + o_first
         b_last_row = offset + tl.minimum(o_first + BLOCK_SIZE, q_len) - 1
-        b_first_valid = b_first_row
-        b_own_first = b_first_row // BLOCK_SIZE
-        b_own_last = b_last_row // BLOCK_SIZE
+        b_first_valid_row = b_first_row
+        b_last_valid_row = b_last_row
         b_last_whole_key = b_first_row
-        b_seen = b_own_last + 1
+        b_seen = b_last_row // BLOCK_SIZE + 1
         if PADDED:
             b_position = b_first_row[:, None] + o_slot[None, :]
             m_row = (o_slot < BLOCK_SIZE)[None, :] & (b_position <= b_last_row[:, None])
             m_row = m_row & (tl.load(p_mask + b_position, mask=m_row & m_q[:, None], other=0) != 0)
-            b_first_valid = tl.min(tl.where(m_row, b_position, 2 * kv_len), 1)
+            b_first_valid_row = tl.min(tl.where(m_row, b_position, 2 * num_kv_blocks * BLOCK_SIZE), 1)
+            b_last_valid_row = tl.max(tl.where(m_row, b_position, -BLOCK_SIZE), 1)
             m_whole = tl.sum(m_row.to(tl.int32), 1) == b_last_row + 1 - b_first_row
             b_last_whole_key = tl.where(m_whole, b_first_row, -1)
-            b_of_row = tl.where(m_row, b_position // BLOCK_SIZE, -1)
-            b_own_first = tl.max(tl.where(b_of_row == b_own_first[:, None], b_of_row, -1), 1)
-            b_own_last = tl.max(tl.where(b_of_row == b_own_last[:, None], b_of_row, -1), 1)
         p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_block
         tl.store(p_q_edges, b_last_row, mask=m_q)
         tl.store(p_q_edges + num_q_blocks, b_first_row, mask=m_q)
-        tl.store(p_q_edges + 2 * num_q_blocks, b_first_valid, mask=m_q)
-        tl.store(p_q_edges + 3 * num_q_blocks, b_own_first, mask=m_q)
-        tl.store(p_q_edges + 4 * num_q_blocks, b_own_last, mask=m_q)
-        tl.store(p_q_edges + 5 * num_q_blocks, b_last_whole_key, mask=m_q)
-        tl.store(p_q_edges + 6 * num_q_blocks, b_seen, mask=m_q)
+        tl.store(p_q_edges + 2 * num_q_blocks, b_first_valid_row, mask=m_q)
+        tl.store(p_q_edges + 3 * num_q_blocks, b_last_valid_row, mask=m_q)
+        tl.store(p_q_edges + 4 * num_q_blocks, b_last_whole_key, mask=m_q)
+        tl.store(p_q_edges + 5 * num_q_blocks, b_seen, mask=m_q)
 
 
 @kernel
@@ -172,35 +168,30 @@ def _visible_kernel(
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks)
     p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
     if index < num_q_blocks:
-        _, _, first_valid_row, own_first, own_last, _ = row_edges(q_edges, batch, num_q_blocks, index, True)
+        _, _, first_valid_row, last_valid_row, _ = row_edges(q_edges, batch, num_q_blocks, index, True)
         b_seen = tl.zeros([TILE], tl.int32)
         for start in range(0, num_kv_blocks, TILE):
             o_kv = start + tl.arange(0, TILE)
             m_kv = o_kv < num_kv_blocks
             b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
-            b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
-            m_sees = sees(o_kv, own_first, own_last, first_valid_row, b_last_valid_key, b_last_key, max_distance)
+            m_sees = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
             b_seen += (m_sees & m_kv).to(tl.int32)
-        tl.store(p_q_edges + 6 * num_q_blocks + index, tl.sum(b_seen, 0))
+        tl.store(p_q_edges + 5 * num_q_blocks + index, tl.sum(b_seen, 0))
     if index < num_kv_blocks:
         last_valid_key = tl.load(p_kv_edges + index)
-        last_key = tl.minimum(index * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
         b_vertical = tl.zeros([TILE], tl.int32)
         b_slash = tl.zeros([TILE], tl.int32)
         for start in range(0, num_q_blocks, TILE):
             o_q = start + tl.arange(0, TILE)
             m_q = o_q < num_q_blocks
-            b_last_row, b_first_row, b_first_valid_row, b_own_first, b_own_last, _ = row_edges(
-                q_edges, batch, num_q_blocks, o_q, m_q
-            )
-            m_sees = sees(index, b_own_first, b_own_last, b_first_valid_row, last_valid_key, last_key, max_distance)
+            b_last_row, b_first_row, b_first_valid_row, b_last_valid_row, _ = row_edges(q_edges, batch, num_q_blocks, o_q, m_q)
+            m_sees = sees(index, b_first_valid_row, b_last_valid_row, last_valid_key, kv_len, max_distance, BLOCK_SIZE)
             b_vertical += (m_sees & m_q).to(tl.int32)
             for of_last in tl.static_range(2):
                 o_kv = (b_last_row if of_last else b_first_row) // BLOCK_SIZE - index
                 m_kv = m_q & (o_kv >= 0)
                 b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
-                b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
-                m_sees = sees(o_kv, b_own_first, b_own_last, b_first_valid_row, b_last_valid_key, b_last_key, max_distance)
+                m_sees = sees(o_kv, b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
                 b_slash += (m_sees & m_kv).to(tl.int32)
         tl.store(p_kv_edges + 3 * num_kv_blocks + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
         tl.store(p_kv_edges + 4 * num_kv_blocks + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
@@ -209,7 +200,7 @@ def _visible_kernel(
 @triton.jit
 def q_edges_of(q_edges, batch, num_q_blocks):
     """The planes of a batch row, each of `num_q_blocks`."""
-    return q_edges + batch * 7 * num_q_blocks
+    return q_edges + batch * 6 * num_q_blocks
 
 
 @triton.jit
@@ -220,23 +211,23 @@ def kv_edges_of(kv_edges, batch, num_kv_blocks):
 
 @triton.jit
 def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
-    """last_row, first_row, first_valid_row, own_first, own_last and last_whole_key of query blocks, -1 outside `m_q`.
+    """last_row, first_row, first_valid_row, last_valid_row and last_whole_key of query blocks, -1 outside `m_q`.
 
-    The first valid row is 2 * kv_len without any, an own key block -1 if no valid row stands in it, and the last key up to which
-    key blocks are full -1 without any.
+    Without a valid row the first stands behind what any key reaches and the last before block 0; the last key up to which key
+    blocks are full is -1 without any.
     """
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_q
     last_row = tl.load(p_q_edges, mask=m_q, other=-1)
     first_row = tl.load(p_q_edges + num_q_blocks, mask=m_q, other=-1)
     first_valid_row = tl.load(p_q_edges + 2 * num_q_blocks, mask=m_q, other=-1)
-    own_first = tl.load(p_q_edges + 3 * num_q_blocks, mask=m_q, other=-1)
-    own_last = tl.load(p_q_edges + 4 * num_q_blocks, mask=m_q, other=-1)
-    last_whole_key = tl.load(p_q_edges + 5 * num_q_blocks, mask=m_q, other=-1)
-    return last_row, first_row, first_valid_row, own_first, own_last, last_whole_key
+    last_valid_row = tl.load(p_q_edges + 3 * num_q_blocks, mask=m_q, other=-1)
+    last_whole_key = tl.load(p_q_edges + 4 * num_q_blocks, mask=m_q, other=-1)
+    return last_row, first_row, first_valid_row, last_valid_row, last_whole_key
 
 
 @triton.jit
-def sees(kv_block, own_first, own_last, first_valid_row, last_valid_key, last_key, max_distance):
+def sees(kv_block, first_valid_row, last_valid_row, last_valid_key, kv_len, max_distance, BLOCK_SIZE: tl.constexpr):
     """True for blocks of queries that see blocks of keys; the arguments broadcast."""
-    stands_in = (kv_block == own_first) | (kv_block == own_last)
+    last_key = tl.minimum(kv_block * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+    stands_in = (kv_block == first_valid_row // BLOCK_SIZE) | (kv_block == last_valid_row // BLOCK_SIZE)
     return stands_in | ((first_valid_row > last_key) & (first_valid_row - last_valid_key < max_distance))
