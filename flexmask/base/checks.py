@@ -97,6 +97,19 @@ def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
         raise ValueError(f"{name} must be on query's device {query.device}; got {tensor.device}")
 
 
+def check_argument(name: str, x: Any, layout: str, shape: tuple[int, ...], kind: str, owner: str, like: Tensor) -> None:
+    """Raise unless `x` is a tensor of this shape, with its layout, of this kind, ``"floating"`` or not, on the owner's device."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor or None; got {type(x).__name__}")
+    check_strided(name, x)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name} must be {layout} = {shape}; got {tuple(x.shape)}")
+    if x.is_complex() or x.is_floating_point() != (kind == "floating"):
+        raise TypeError(f"{name} must be {kind}; got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on {owner}'s device {like.device}; got {x.device}")
+
+
 def check_inputs(
     query: Tensor,
     key: Tensor,
@@ -121,9 +134,12 @@ def check_inputs(
         check_int64("window", window, "tokens")
         if window < 1:
             raise ValueError(f"window must be >= 1 token (the row's own position counts); got {window}")
-    _check_attention_mask(attention_mask, key)
+    if attention_mask is not None:
+        shape = (key.shape[0], key.shape[2])
+        check_argument("attention_mask", attention_mask, "(batch, kv_len)", shape, "bool or integer, 1 = token", "key", key)
     _check_q_offset(q_offset, query, key)
-    _check_sinks(sinks, query)
+    if sinks is not None:
+        check_argument("sinks", sinks, "(num_heads,)", (query.shape[1],), "floating", "query", query)
 
 
 def _check_query_key(query: Tensor, key: Tensor) -> None:
@@ -160,35 +176,6 @@ def _check_value(value: Tensor, key: Tensor) -> None:
         )
     if not HEAD_DIMS[0] <= value.shape[3] <= HEAD_DIMS[-1]:
         raise ValueError(f"value must have a v_head_dim from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {value.shape[3]}")
-
-
-def _check_sinks(sinks: Tensor | None, query: Tensor) -> None:
-    if sinks is None:
-        return
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a tensor or None; got {type(sinks).__name__}")
-    check_strided("sinks", sinks)
-    if tuple(sinks.shape) != (query.shape[1],):
-        raise ValueError(f"sinks must be (num_heads,) = ({query.shape[1]},); got {tuple(sinks.shape)}")
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks must be floating; got {sinks.dtype}")
-    if sinks.device != query.device:
-        raise ValueError(f"sinks must be on query's device {query.device}; got {sinks.device}")
-
-
-def _check_attention_mask(attention_mask: Tensor | None, key: Tensor) -> None:
-    if attention_mask is None:
-        return
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor or None; got {type(attention_mask).__name__}")
-    check_strided("attention_mask", attention_mask)
-    expected = (key.shape[0], key.shape[2])
-    if attention_mask.dim() != 2 or tuple(attention_mask.shape) != expected:
-        raise ValueError(f"attention_mask must be (batch, kv_len) = {expected}; got {tuple(attention_mask.shape)}")
-    if attention_mask.is_floating_point() or attention_mask.is_complex():
-        raise TypeError(f"attention_mask must be bool or integer, 1 = token; got {attention_mask.dtype}")
-    if attention_mask.device != key.device:
-        raise ValueError(f"attention_mask must be on key's device {key.device}; got {attention_mask.device}")
 
 
 def _check_q_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmask.base.checks import check_int, check_int64, check_plain, check_real
+from flexmask.base.checks import check_argument, check_int, check_int64, check_plain, check_real
 from flexmask.base.scores import widest_float
 
 # keeps one block of an even map of 8192 by 8192 blocks: a smaller share keeps no fewer
@@ -61,12 +61,7 @@ def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
     num_heads = query.shape[1]
     if isinstance(value, Tensor):
         check_plain(name, value)
-        if tuple(value.shape) != (num_heads,):
-            raise ValueError(f"{name} must be (num_heads,) = ({num_heads},); got {tuple(value.shape)}")
-        if not value.is_floating_point():
-            raise TypeError(f"{name} must be floating; got {value.dtype}")
-        if value.device != query.device:
-            raise ValueError(f"{name} must be on query's device {query.device}; got {value.device}")
+        check_argument(name, value, "(num_heads,)", (num_heads,), "floating", "query", query)
         return value.detach().to(widest_float(value.device)).nan_to_num(nan=1.0).clamp(_LEAST_SHARE, 1.0)
     if isinstance(value, tuple) and len(value) != num_heads:
         raise ValueError(f"{name} must hold one number for each of query's {num_heads} heads; got {len(value)} numbers")
