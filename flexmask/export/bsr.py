@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.export.listed import check_index, geometry, kept_and_full
+from flexmask.export.index_lists import check_index, geometry, kept_and_full
 
 
 class BsrBlocks(NamedTuple):
@@ -59,14 +59,13 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     (tensor([0, 1, 3], dtype=torch.int32), tensor([0, 0, 1], dtype=torch.int32))
     """
     kept, _ = kept_and_full(mask)
-    for name, index, most in (("row", row, kept.shape[0]), ("head", head, kept.shape[1])):
-        check_index(name, index, most)
+    check_index("row", row, kept.shape[0])
+    check_index("head", head, kept.shape[1])
     if mask.BLOCK_SIZE[0] != mask.BLOCK_SIZE[1]:
         raise ValueError(f"mask must have square blocks; got {mask.BLOCK_SIZE}")
     if with_pairs:
         where = geometry(mask, "with_pairs")
-    kept = kept[row, head]
-    size = mask.BLOCK_SIZE[0]
+    kept, size = kept[row, head], mask.BLOCK_SIZE[0]
     counts = kept.sum(-1, dtype=torch.int32)
     indptr = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     q_block, kv_block = kept.nonzero(as_tuple=True)

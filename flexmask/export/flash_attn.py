@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.options import check_count
 from flexmask.base.selection import ascending_indices
-from flexmask.export.listed import kept_and_full, num_kv_blocks
+from flexmask.export.index_lists import kept_and_full, num_kv_blocks
 
 
 class FlashBlocks(NamedTuple):
@@ -27,13 +27,11 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
 
     ``_flash_attn_fwd(.., mask_mod=.., block_sparse_tensors=..)`` computes full blocks whole, and calls its mask_mod inside the
     others: the blocks that cut the diagonal, a window or padding, in ``mask_block_idx``. That mask_mod, a CuTe function, is yours
-    to write, since the mask's own is a function of tensors. It sees the rows of the chunk, not their positions.
+    to write; it sees the rows of the chunk, not their positions. Reads no value on the host.
 
     The kernel's tiles must fit: ``block_size[0]`` is a multiple of its query tile, ``block_size[1]`` is its key tile. On Hopper
     both are 128 for head_dim 64 and 128. Above, pass ``tile_mn`` to the kernel and its key tile as `kv_tile`, such as
     ``(128, 64)`` for head_dim 256.
-
-    Reads no value on the host.
 
     Parameters
     ----------
@@ -50,10 +48,8 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
 
     Raises
     ------
-    TypeError
-        For anything but a BlockMask.
-    ValueError
-        For a `kv_tile` that does not divide the mask's block size.
+    TypeError, ValueError
+        For anything but a BlockMask; for a `kv_tile` that does not divide the mask's block size.
 
     Examples
     --------

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.options import check_count
-from flexmask.export.listed import check_index, geometry, kept_and_full
+from flexmask.export.index_lists import check_index, geometry, kept_and_full
 
 
 class FlashInferBlocks(NamedTuple):
@@ -70,10 +70,14 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
         raise NotImplementedError(
             f"FlashInfer's variable block-sparse attention knows causality only inside a block; the mask has {where.hidden_by[0]}"
         )
-    kept = _of_row(kept_and_full(mask)[0], row)
-    kept = _by_key_head(kept, num_kv_heads, merge_heads)
+    kept = kept_and_full(mask)[0]
+    if row is None and kept.shape[0] != 1:
+        raise ValueError(f"row must say which of the mask's {kept.shape[0]} prompts to plan: FlashInfer plans one; got None")
+    row = 0 if row is None else row
+    check_index("row", row, kept.shape[0])
+    kept = _by_key_head(kept[row], num_kv_heads, merge_heads)
     (q_len, kv_len), size = where.lengths, where.block_size
-    offset = 0 if where.offset is None else int(where.offset[row or 0])
+    offset = 0 if where.offset is None else int(where.offset[row])
     device = kept.device
 
     first_rows = offset + torch.arange(kept.shape[1]) * size
@@ -94,16 +98,6 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
         )
     sizes, rows = (x.to(device, torch.int32).expand(num_kv_heads, -1).contiguous() for x in (sizes, ends - first_rows))
     return FlashInferBlocks(block_map.contiguous(), rows, sizes, True)
-
-
-def _of_row(kept: Tensor, row: int | None) -> Tensor:
-    batch = kept.shape[0]
-    if row is None:
-        if batch != 1:
-            raise ValueError(f"row must say which of the mask's {batch} prompts to plan: FlashInfer plans one; got None")
-        return kept[0]
-    check_index("row", row, batch)
-    return kept[row]
 
 
 def _by_key_head(kept: Tensor, num_kv_heads: int, merge_heads: bool) -> Tensor:

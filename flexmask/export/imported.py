@@ -52,11 +52,9 @@ def from_block_map(
 
     Raises
     ------
-    TypeError
-        For a map of floats.
-    ValueError
-        For shapes that do not fit; for a kept block that no row sees, such as one of later positions; for a query block that
-        keeps blocks but not its diagonal. One that keeps nothing is allowed: heads may be served elsewhere.
+    TypeError, ValueError
+        For a map of floats, and shapes that do not fit; for a kept block that no row sees, such as one of later positions; for a
+        query block that keeps blocks but not its diagonal. One that keeps nothing is allowed: heads may be served elsewhere.
 
     Examples
     --------

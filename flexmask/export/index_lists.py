@@ -1,24 +1,25 @@
-"""Maps of kept blocks, and padded lists of kept key blocks with their counts."""
+"""A mask as a map of kept blocks, as padded index lists, and as the numbers of its geometry."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.selection import ascending_indices
-from flexmask.export.listed import kept_and_full
+from flexmask._torch import KNOWS_LENGTHS
+from flexmask.base.checks import check_int
+from flexmask.base.selection import ascending_indices, listed_blocks
+from flexmask.flex.block_mask import parts_of
 
 _DTYPES = (torch.bool, torch.uint8, torch.int32)
 
 
 def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Which blocks a mask keeps, as a dense map.
+    """Which blocks a mask keeps, as a dense map. Reads no value on the host.
 
-    Kept blocks are computed, others are skipped. The block that cuts the diagonal is kept like any other: the kernel must apply
-    causality inside it, and windows and padding inside the blocks that they cut.
-
-    Reads no value on the host.
+    The kernel must apply causality inside the block that cuts the diagonal, and windows and padding inside those that they cut.
 
     Parameters
     ----------
@@ -57,10 +58,9 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
 def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     """The kept key blocks of every query block, partial and full ones in one list, as TensorRT-LLM's kernels read them.
 
-    The block that cuts the diagonal is the last of its row (the last two, where a chunk does not begin at a block); the kernel
-    must apply causality inside it, and windows and padding inside the blocks that they cut.
-
-    Reads no value on the host, so lists have room for every block; cut them at ``counts.max()`` if the kernel takes short ones.
+    The block that cuts the diagonal is the last of its row (the last two, where a chunk does not begin at a block); see
+    `to_block_map` for what the kernel must apply inside. Reads no value on the host, so lists have room for every block; cut them
+    at ``counts.max()`` if the kernel takes short ones.
 
     Parameters
     ----------
@@ -97,3 +97,57 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     counts, indices = ascending_indices(kept_and_full(mask)[0])
     entry = torch.arange(indices.shape[-1], device=indices.device)
     return torch.where(entry < counts.unsqueeze(-1), indices, fill), counts
+
+
+class Geometry(NamedTuple):
+    """Positions of a flexmask mask's rows, and the rules that hide pairs in addition to causality."""
+
+    lengths: tuple[int, int]
+    block_size: int
+    offset: Tensor | None  # (batch,) int32: position of row 0; None: 0
+    hidden_by: tuple[str, ...]  # of "window", "padding", "mask_mod"
+
+
+def check_index(name: str, value: int, length: int) -> None:
+    check_int(name, value)
+    if not 0 <= value < length:
+        raise ValueError(f"{name} must be from 0 to {length - 1}; got {value}")
+
+
+def kept_and_full(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """Listed blocks and the full ones among them, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a BlockMask; got {type(mask).__name__}")
+    columns = num_kv_blocks(mask)
+    partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices, columns)
+    if mask.full_kv_num_blocks is None:
+        return partial, torch.zeros_like(partial)
+    assert mask.full_kv_indices is not None
+    full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    return partial | full, full
+
+
+def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
+    """Key blocks, or tiles, that hold a key; another's index lists may be shorter or longer."""
+    size = mask.BLOCK_SIZE[1]
+    parts = parts_of(mask)
+    if KNOWS_LENGTHS:
+        kv_len = mask.seq_lengths[1]
+    else:
+        kv_len = mask.kv_indices.shape[-1] * size if parts is None else parts[1][1]
+    return -(-kv_len // (size if tile is None else tile))
+
+
+def geometry(mask: BlockMask, target: str) -> Geometry:
+    """The geometry of a mask that flexmask made; from another's mask_mod it cannot be read."""
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask must be a BlockMask; got {type(mask).__name__}")
+    parts = parts_of(mask)
+    if parts is None:
+        raise NotImplementedError(
+            f"{target} needs a mask as a flexmask method or from_block_map gives it, unchanged: what another mask_mod hides is "
+            "unknown"
+        )
+    selected, lengths, window, attention_mask, offset = parts
+    hidden = {"window": window, "padding": attention_mask, "mask_mod": selected.mask_mod}
+    return Geometry(lengths, selected.block_size, offset, tuple(name for name, value in hidden.items() if value is not None))
