@@ -12,7 +12,7 @@ from bench.intervals import over_files
 from bench.report.rows import ERROR, FOLDER, NAMES, Curves, interval, number, percent, read, usual
 from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
-from flexmask.plot.style import LINES
+from flexmask.plot.charts import LINES
 
 LENGTHS = (8192, 16384, 32768, 65536)
 

@@ -11,7 +11,7 @@ from bench.report.fidelity import LENGTHS, hybrid_at, language_model
 from bench.report.rows import FOLDER, number, percent
 from bench.report.speed import DENSE, model_rows, times
 from bench.tables import markdown_table, thousands
-from flexmask.plot.style import LINES
+from flexmask.plot.charts import LINES
 
 SHAPE = "llama-3.1-8b"
 _SHOWN = (32768, 131072)
