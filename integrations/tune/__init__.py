@@ -64,8 +64,6 @@ def tune(
         Weigh errors by the prompt's next-token loss L: ``sum over tokens t of (dL/do_t . (o_gamma,t - o_t))^2`` / scored tokens,
         in squared nats, from one backward pass over at most 4,096 evenly spaced tokens. Takes the memory of training without
         gradients of weights (less with checkpointed activations), plus q, k, v of all layers. Default False, to save that memory.
-        On the language model of ``bench/FIDELITY.md`` (hybrid's first rule) True loses 2% to 12% less than one gamma for
-        all heads at equal density, False no less.
     attention_mask
         (batch, length), nonzero = token, for `input_ids` of one tensor; other tokens are cut out.
     resume

@@ -1,7 +1,6 @@
 """The error of every head at every gamma, from one pass over the scores of a layer.
 
-Each block's sums of exponentials and of values are computed once; a gamma adds one small matmul. Memory: float32 ``groups *
-block_size * kv_len`` scores.
+Each block's sums of exponentials and of values are computed once; a gamma adds one small matmul.
 """
 
 from __future__ import annotations

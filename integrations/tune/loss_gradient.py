@@ -20,9 +20,8 @@ MOST_SCORED = 4096
 def backward_through_loss(scope: Scope, prompt: Tensor, between: Callable[[], None]) -> None:
     """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`.
 
-    Weights of the scope's model get no gradient until it ends. The loss is summed over T `scored_tokens` and divided by the root
-    of T: for a change d of activations, ``(gradient . d)^2`` is the squared change of the summed loss over T. `between` runs
-    before the backward pass, in which checkpoints run parts of the model again.
+    The loss is summed over T `scored_tokens` and divided by the root of T: for a change d of activations, ``(gradient . d)^2`` is
+    the squared change of the summed loss over T. `between` runs before the backward pass, in which checkpoints run again.
     """
     # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False), torch.enable_grad():

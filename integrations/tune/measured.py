@@ -7,31 +7,34 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from flexmask.integrations.record.files import write_json
-from flexmask.integrations.tune.allocation import AtGamma
 from flexmask.integrations.tune.head_errors import HeadErrors
 
 _FORMAT = "flexmask tune 1"
 
 
+class AtGamma(NamedTuple):
+    """A head at one gamma."""
+
+    gamma: float
+    blocks: float  # kept, as a share of the blocks of all heads
+    error: float
+
+
 @dataclass
 class MeasuredErrors:
-    """The errors of every prompt, by layer index.
-
-    `complete` says per prompt whether all layers are measured, `made_of` the conditions of the errors, `dense` why layers stay
-    dense.
-    """
+    """The errors of every prompt, by layer index."""
 
     gammas: tuple[float, ...]
     by_prompt: list[dict[int, HeadErrors]]
-    complete: list[bool]
+    complete: list[bool]  # by prompt: all layers are measured
     path: Path | None = None
-    made_of: dict[str, str] = field(default_factory=dict)
-    dense: dict[int, str] = field(default_factory=dict)
+    made_of: dict[str, str] = field(default_factory=dict)  # the conditions of the errors
+    dense: dict[int, str] = field(default_factory=dict)  # why layers stay dense
 
     @classmethod
     def begin(cls, gammas: tuple[float, ...], prompts: int, path: Path | None, made_of: dict[str, str]) -> MeasuredErrors:
@@ -87,10 +90,8 @@ class MeasuredErrors:
 
 
 def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:
-    made = hashlib.sha256()
     if isinstance(parts, Mapping):
-        made.update(json.dumps(parts, sort_keys=True).encode())
+        text = json.dumps(parts, sort_keys=True)
     else:
-        for part in parts:
-            made.update(f"{tuple(part.shape)}{part.tolist()}".encode())
-    return made.hexdigest()[:16]
+        text = "".join(f"{tuple(part.shape)}{part.tolist()}" for part in parts)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

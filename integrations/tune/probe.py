@@ -21,16 +21,13 @@ class HeadProbe:
     """
 
     def __init__(self, measured: MeasuredErrors, advance: Callable[[], None], gradient: bool) -> None:
-        self.measured, self.advance, self.gradient, self.prompt = measured, advance, gradient, 0
-        self.called: set[int] = set()
-        # by layer: outputs without a gradient yet
-        self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}
+        self.measured, self.advance, self.gradient = measured, advance, gradient
+        self.begin(0)
 
     def begin(self, prompt: int) -> None:
-        self.prompt = prompt
-        self.called.clear()
-        self.waiting.clear()
-        self.in_backward = False
+        self.prompt, self.in_backward = prompt, False
+        self.called: set[int] = set()  # layers
+        self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}  # outputs without a gradient yet
 
     def begin_backward(self) -> None:
         """Expect repeated calls of layers, by checkpoints."""

@@ -5,8 +5,9 @@ import torch
 
 from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.tune.allocation import AtGamma, allocate
 from flexmask.integrations.tune.head_errors import errors_of_key_head, head_errors
+from flexmask.integrations.tune.measured import AtGamma
+from flexmask.integrations.tune.result import allocate
 from flexmask.selector import selector_of
 from tests.cases import structured_inputs
 from tests.expected import masked_attention
