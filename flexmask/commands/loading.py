@@ -22,8 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(model: str, option: str = "--model") -> Any:
-    model = _expanded(model)
-    local, auto = _local(model, option), _transformers()
+    model, local, auto = _found(model, option)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local)
     except Exception as error:  # of whatever reads the file
@@ -34,8 +33,7 @@ def load_model(
     model: str, output: Output, device: str | None = None, dtype: str | None = None, option: str = "--model"
 ) -> tuple[PreTrainedModel, Any]:
     """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
-    model = _expanded(model)
-    local, auto = _local(model, option), _transformers()
+    model, local, auto = _found(model, option)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
     placed = {"device_map": "auto"} if chosen == "auto" else {}
@@ -111,7 +109,20 @@ def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = F
     return ids
 
 
-def _transformers() -> Any:
+def _found(model: str, option: str) -> tuple[str, bool, Any]:
+    """A model's path or name, True for a folder, which is read without network, and transformers."""
+    # a shell leaves ~ in --model=~/folder
+    model = os.path.expanduser(model)
+    path = Path(model)
+    is_local = path.is_dir()
+    if is_local and not (path / "config.json").is_file():
+        usage_error(f"{model} is not a model: it has no config.json", option)
+    if not is_local:
+        # a name on the hub is one word, or owner/name
+        in_a_folder = "/" in model and path.parent.is_dir()
+        if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
+            usage_error(f"no folder {model}", option)
+        _check_on_hub(model)
     try:
         import transformers
     except ImportError as error:
@@ -119,27 +130,7 @@ def _transformers() -> Any:
     # no second progress bar
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    return transformers
-
-
-def _expanded(model: str) -> str:
-    """Expand ~, which a shell leaves in --model=~/folder."""
-    return os.path.expanduser(model)
-
-
-def _local(model: str, option: str) -> bool:
-    """True for a folder, which is read without network; what looks like a path must be one."""
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            usage_error(f"{model} is not a model: it has no config.json", option)
-        return True
-    # a name on the hub is one word, or owner/name
-    in_a_folder = "/" in model and path.parent.is_dir()
-    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
-        usage_error(f"no folder {model}", option)
-    _check_on_hub(model)
-    return False
+    return model, is_local, transformers
 
 
 def _check_on_hub(model: str) -> None:

@@ -24,8 +24,7 @@ class HeldAttention:
 
     def __init__(self, heads: Collection[tuple[int, int]], progress: Callable[[], None]) -> None:
         self._heads, self._progress = heads, progress
-        # by layer: `held_by_quarter` of its heads
-        self.held: dict[int, Tensor] = {}
+        self.held: dict[int, Tensor] = {}  # by layer: `held_by_quarter` of its heads
         # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 

@@ -35,18 +35,15 @@ MOST_LOST = 0.1
 
 @dataclass(frozen=True)
 class ShownHead:
-    """One head, with its reason to be shown, its row of ``run.rows()``, its true attention and its mask.
-
-    `mass`, float32, is the attention of a query block's rows to a key block, mean over rows; `kept` is bool. Both are
-    (num_q_blocks, num_kv_blocks).
-    """
+    """One head, and why it is shown."""
 
     layer: int
     head: int
     why: str
+    # attention of a query block's rows to a key block, mean over rows, (num_q_blocks, num_kv_blocks) float32
     mass: Tensor = field(repr=False)
-    kept: Tensor = field(repr=False)
-    row: dict[str, Any] = field(repr=False)
+    kept: Tensor = field(repr=False)  # bool, of the same shape
+    row: dict[str, Any] = field(repr=False)  # of ``run.rows()``
     block_size: int = 128
 
     @property
@@ -56,23 +53,13 @@ class ShownHead:
 
 @dataclass(frozen=True)
 class Inspection:
-    """One prompt's prefill, by layer and head.
+    """One prompt's prefill, by layer and head."""
 
-    Attributes
-    ----------
-    run
-        Statistics of the prefill.
-    held
-        By sparse layer and quarter of the prompt: share of the true attention of eight rows that the kept blocks hold, mean over
-        rows and heads.
-    about
-        Names and versions: model, device, dtype, tokens, threads, releases.
-    """
-
-    run: PrefillRun
+    run: PrefillRun  # statistics
     heads: tuple[ShownHead, ...]
+    # by sparse layer and quarter of the prompt: share of the true attention of eight rows that kept blocks hold, mean over heads
     held: dict[int, tuple[float, float, float, float]]
-    about: dict[str, Any]
+    about: dict[str, Any]  # names and versions
 
     @property
     def held_by_quarter(self) -> tuple[float, ...]:
@@ -89,8 +76,8 @@ class Inspection:
         advice = f"Let method {method.name!r} keep more blocks."
         if "gamma" in method.shares:
             advice = "Raise gamma, or tune on a prompt of this length."
-        start = f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's."
-        return f"{start} {advice}"
+        lost = f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's."
+        return f"{lost} {advice}"
 
     @property
     def summary(self) -> RunSummary:
@@ -98,14 +85,12 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
+        shown = [{"layer": x.layer, "head": x.head, "why": x.why, "attention_kept": x.attention_kept} for x in self.heads]
         figures: dict[str, Any] = {
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
-            "shown": [
-                {"layer": head.layer, "head": head.head, "why": head.why, "attention_kept": head.attention_kept}
-                for head in self.heads
-            ],
+            "shown": shown,
             "rule": RULE,
             "held": {str(layer): shares for layer, shares in self.held.items()},
             "held_by_quarter": self.held_by_quarter,
@@ -202,7 +187,9 @@ def inspect_prefill(
     by_head = {(row["layer"], row["head"]): row for row in rows}
     shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], used.block_size) for head, why in chosen.items())
     held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
-    return Inspection(run, shown, held, _about(inner, ids))
+    about = {"model": type(inner).__name__, "tokens": int(ids.shape[1]), "device": device_name(inner.device)}
+    about |= {"dtype": str(inner.dtype).removeprefix("torch."), "torch": torch.__version__}
+    return Inspection(run, shown, held, {**about, "transformers": transformers.__version__})
 
 
 def _prefill(model: PreTrainedModel, ids: Tensor, run: PrefillRun, probe: Callable[[PrefillCall], Tensor]) -> None:
@@ -216,11 +203,8 @@ def heads_by_rule(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | Non
     if not sparse:
         return {}
     by_density = sorted(sparse, key=lambda row: (row["density"], row["layer"], row["head"]))
-    chosen = [
-        (by_density[0], "lowest density"),
-        (by_density[len(by_density) // 2], "median density"),
-        (by_density[-1], "highest density"),
-    ]
+    chosen = [(by_density[0], "lowest density"), (by_density[len(by_density) // 2], "median density")]
+    chosen.append((by_density[-1], "highest density"))
     covered = [row for row in sparse if not math.isnan(row["coverage"])]
     if covered:
         chosen.append((min(covered, key=lambda row: (row["coverage"], row["layer"], row["head"])), "lowest coverage"))
@@ -272,14 +256,3 @@ def _check_shown(layers: Sequence[int] | None, heads: Sequence[int] | None, numb
             check_int(name, index)
             if index < 0 or (name == "layers" and index >= number):
                 raise ValueError(f"{name} must be " + (f"in [0, {number})" if name == "layers" else ">= 0") + f"; got {index}")
-
-
-def _about(model: PreTrainedModel, ids: Tensor) -> dict[str, Any]:
-    return {
-        "model": type(model).__name__,
-        "tokens": int(ids.shape[1]),
-        "device": device_name(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }

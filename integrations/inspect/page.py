@@ -23,25 +23,10 @@ _MOST_CHARACTERS = 400
 
 
 def write_report(inspection: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
-    """Write ``report.html`` and ``inspection.json`` into a folder, which is created if need be.
+    """Write ``report.html``, which loads nothing, and ``inspection.json`` into a folder, which is created if need be.
 
-    The page is one file that loads nothing. Nothing is written before all is drawn. Needs matplotlib.
-
-    Parameters
-    ----------
-    inspection
-        From `flexmask.integrations.huggingface.inspect_prefill`.
-    folder
-        Where to write; files of these names are replaced.
-    model
-        The model's name. Default: its class's.
-    prompt
-        The prompt's text; the page shows its beginning and end.
-
-    Returns
-    -------
-    Path
-        The page.
+    `inspection` is from `inspect_prefill`; `model` is the model's name, by default its class's; the page shows the beginning and
+    the end of the text `prompt`. Replaces files of these names once all is drawn. Needs matplotlib. Returns the page's path.
     """
     folder = Path(folder)
     text = page(inspection, model or str(inspection.about["model"]), prompt)

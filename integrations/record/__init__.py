@@ -35,21 +35,16 @@ class PrefillRun:
 
     Attributes
     ----------
-    settings
-        The options.
     calls
         By layer index: each call of more than one row, in order, including dense calls, as its statistics ``stats``, the
         ``reason`` for running dense or None, the number of its ``prefill``, from 0, and its ``size``.
     masks
         As `calls`, with `collect_masks`: the mask, None for a dense call without one.
-    tokens
-        By layer index: tokens of all calls, dropped ones included; several calls for one sequence in a prefill count once.
-    sequences
-        By layer index: batch rows and packed sequences, counted alike.
-    collect_stats, collect_masks
-        True if these are kept.
-    max_calls
-        Latest prefill calls kept per layer; the summary counts earlier ones too. None: all.
+    tokens, sequences
+        By layer index, of all calls, dropped ones included: tokens, and batch rows and packed sequences; several calls for one
+        sequence in a prefill count once.
+    settings, collect_stats, collect_masks, max_calls
+        As given to `sparse_prefill`.
     """
 
     settings: PrefillSettings = field(default_factory=PrefillSettings)
@@ -114,10 +109,10 @@ class PrefillRun:
         prefill: object = None,
         size: CallSize = CallSize(),  # noqa: B008  # immutable
     ) -> None:
-        """Note one prefill call of one layer, without reading a tensor.
+        """Note one prefill call of one layer, without reading a tensor; of fake ones only the reason.
 
-        Of fake tensors, which have no values, only the reason is kept. Calls with the same `prefill`, that of their
-        `PrefillMask`, belong together: packed sequences, and repeated calls of a layer (DiffLlama, HRM).
+        Calls with the same `prefill`, that of their `PrefillMask`, belong together: packed sequences, and repeated calls of a
+        layer (DiffLlama, HRM).
         """
         if stats is not None and not is_traced() and is_fake(stats.density):
             stats = mask = None
@@ -134,7 +129,10 @@ class PrefillRun:
             if self.collect_masks:
                 self.masks.setdefault(layer, []).append(mask)
             if self.max_calls is not None:
-                self._drop(layer, self.max_calls)
+                calls, masks = self.calls.get(layer, []), self.masks.get(layer, [])
+                if len(calls) > self.max_calls:
+                    self._dropped.setdefault(layer, LayerTotals()).add(calls[: -self.max_calls])
+                del calls[: -self.max_calls], masks[: -self.max_calls]
 
     def _number(self, layer: int, prefill: object, size: CallSize) -> int:
         """The number of a call's prefill; counts its sequences and their tokens."""
@@ -198,10 +196,7 @@ class PrefillRun:
     def save(self, path: str | Path) -> Path:
         """Write settings and statistics as JSON for `load`, without masks. Returns the path.
 
-        Raises
-        ------
-        ValueError
-            For a `method` that is a function: only names can be saved.
+        ValueError for a `method` that is a function: only names can be saved.
         """
         path = Path(path)
         with self._lock:
@@ -211,15 +206,7 @@ class PrefillRun:
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillRun:
-        """Read a run that `save` wrote, without a cap on calls.
-
-        Raises
-        ------
-        OSError
-            If there is no such file.
-        ValueError
-            For another file.
-        """
+        """Read a run that `save` wrote, without a cap on calls; OSError without a file, ValueError for another one."""
         saved = load_run(Path(path))
         run = cls(saved.settings, max_calls=None)
         for layer, calls in saved.calls.items():
@@ -249,9 +236,3 @@ class PrefillRun:
         with self._lock:
             kept = {layer: list(calls) for layer, calls in self.calls.items()}
             return kept, {layer: total.with_calls(()) for layer, total in self._dropped.items()}
-
-    def _drop(self, layer: int, most: int) -> None:
-        calls, masks = self.calls.get(layer, []), self.masks.get(layer, [])
-        if len(calls) > most:
-            self._dropped.setdefault(layer, LayerTotals()).add(calls[:-most])
-        del calls[:-most], masks[:-most]

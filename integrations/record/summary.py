@@ -39,9 +39,8 @@ class LayerSummary:
     coverage
         Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
     lowest
-        The least share of some rows' attention that a head keeps, over sparse calls, batch rows and heads that were not
-        served densely. Rows are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative
-        ones. None without a mask that has them.
+        The least share of some rows' attention that a head keeps, in sparse calls, of heads that were not served densely. Rows
+        are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative ones. None without.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
     served_densely
@@ -144,19 +143,12 @@ def summary_of(
         heads, least = max(total.heads, 1), min(held, default=math.inf)
         shares = {"query-aware": sums.query_aware / heads, "vertical-slash": sums.vertical_slash / heads}
         shares[method] = 1 - sum(shares.values())
-        layers.append(
-            LayerSummary(
-                layer,
-                total.calls,
-                total.dense_calls,
-                dict(total.reasons),
-                (sums.pairs + total.dense_pairs) / total.pairs,
-                None if total.heads == 0 or math.isnan(sums.coverage) else sums.coverage / heads,
-                {name: share for name, share in shares.items() if share > 0 and total.heads},
-                sums.served_densely / heads,
-                None if least == math.inf else least,
-            )
-        )
+        density = (sums.pairs + total.dense_pairs) / total.pairs
+        coverage = None if total.heads == 0 or math.isnan(sums.coverage) else sums.coverage / heads
+        patterns = {name: share for name, share in shares.items() if share > 0 and total.heads}
+        calls = (total.calls, total.dense_calls, dict(total.reasons))
+        lowest = None if least == math.inf else least
+        layers.append(LayerSummary(layer, *calls, density, coverage, patterns, sums.served_densely / heads, lowest))
     pairs = sum(total.pairs for total in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
     low.sort(key=lambda head: head.held)

@@ -65,10 +65,7 @@ class Counters:
         return IN_SOME_STEPS if self._looks else IN_EVERY_STEP
 
     def add_call(self, layer: int, stats: SelectionStats, rows: int, tokens: int, heads: bool = True) -> None:
-        """Add the density of a call's last `rows` of `tokens`, weighted by their query-key pairs, without waiting.
-
-        `heads`: heads that keep little are named. Statistics that were not computed name none.
-        """
+        """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting; `heads`: those low are named."""
         pairs = rows * (2 * tokens - rows + 1) // 2
         with self._lock:
             weighted = stats.density.mean().double() * pairs

@@ -52,7 +52,7 @@ class SparseLayer(LayerShape):
         method, options = self.selector.method, self.selector.options
         numbers = {*method.shares, *method.pairs, *(name for name in method.floats if options[name])}
         fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
-        shape = (getattr(self, each.name) for each in fields(LayerShape))
+        shape = (getattr(self, field.name) for field in fields(LayerShape))
         return (*shape, method.name, self.selector.block_size, fixed)
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
@@ -72,8 +72,8 @@ class SparseLayer(LayerShape):
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
     """The role of layer `number` on one rank: sparse with its options, or the reason for the engine's own kernel.
 
-    Engines give ranks equal shares of the query heads, in order; options per head follow. Raises TypeError or ValueError for
-    options of another number of heads, and for a method that cannot serve the layer.
+    Ranks have equal shares of the query heads, in order. Raises TypeError or ValueError for options of another number of heads,
+    and for a method that cannot serve the layer.
     """
     call_options = settings.call_options
     reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)

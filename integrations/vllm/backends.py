@@ -68,33 +68,29 @@ def _backend(name: str) -> type:
     from flexmask.integrations.vllm import builder as builders
     from flexmask.integrations.vllm import impl as impls
 
-    is_latent = stock.is_mla()
-    own_builder = builders.SparseLatentBuilder if is_latent else builders.SparsePrefillBuilder
-    own_impl = impls.SparseLatentImpl if is_latent else impls.SparsePrefillImpl
-    bases: tuple[type, ...] = (own_impl, stock.get_impl_cls())
-    if is_latent and kernel != "CPU_MLA":
-        measure_latent_layers()
-    if kernel == "CPU_ATTN":
+    mixins: tuple[type, ...] = (impls.SparsePrefillImpl,)
+    builder_mixin = builders.SparsePrefillBuilder
+    if stock.is_mla():
+        mixins, builder_mixin = (impls.SparseLatentImpl,), builders.SparseLatentBuilder
+        if kernel != "CPU_MLA":
+            measure_latent_layers()
+    elif kernel == "CPU_ATTN":
         from flexmask.integrations.vllm.cpu_pages import ReadsCPUCache
 
-        bases = (ReadsCPUCache, *bases)
+        mixins = (ReadsCPUCache, *mixins)
     namespace = {"__module__": __name__}
-    impl = type(f"{name}Impl", bases, {**namespace, "flexmask_kernel": kernel})
-    builder: Any = type(f"{name}Builder", (own_builder, stock.get_builder_cls()), namespace)
+    impl = type(f"{name}Impl", (*mixins, stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
+    builder: Any = type(f"{name}Builder", (builder_mixin, stock.get_builder_cls()), namespace)
     builder.flexmask_own = builder
-
-    def supports_batch_invariance(cls: type) -> bool:
-        return False  # a row's blocks depend on its chunk
-
-    def supports_device_cpu_query_lens_mismatch(cls: type) -> bool:
-        return False  # the host's lengths plan steps
 
     overrides = {
         "get_name": staticmethod(lambda: vllm_name),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
-        "supports_batch_invariance": classmethod(supports_batch_invariance),
-        "supports_device_cpu_query_lens_mismatch": classmethod(supports_device_cpu_query_lens_mismatch),
+        # a row's blocks depend on its chunk
+        "supports_batch_invariance": classmethod(lambda cls: False),
+        # the host's lengths plan steps
+        "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
     }
     return type(name, (stock,), {**namespace, "__qualname__": name, **overrides})
 
