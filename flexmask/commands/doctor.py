@@ -73,10 +73,9 @@ def doctor(
         _show_layers(output, about, plan)
         bad = bad or about["refused"] is not None or any(layer.plan == "refused" for layer in plan)
     document["ok"] = not bad
-    output.line()
     unknown = config is not None and about["unknown"] is not None
     well = "No problem found; the model's layers are unknown." if unknown else "No problem found."
-    output.line("A problem was found." if bad else well)
+    output.line("", "A problem was found." if bad else well)
     output.result(document)
     if bad:
         raise typer.Exit(PROBLEM)
@@ -148,19 +147,15 @@ def _planned(
 
 
 def _show_machine(output: Output, document: dict[str, Any]) -> None:
-    output.line(f"device  {document['device']}")
-    output.line("  ".join(f"{name} {version or 'missing'}" for name, version in document["versions"].items()))
-    output.line()
+    versions = "  ".join(f"{name} {version or 'missing'}" for name, version in document["versions"].items())
+    output.line(f"device  {document['device']}", versions, "")
     rows = [
         [backend["name"], "chosen by auto" if backend["chosen"] else "usable" if backend["usable"] else "no", backend["reason"]]
         for backend in document["backends"]
     ]
     output.table(["backend", "", "why not"], rows, "FlexAttention's backends")
-    output.line()
-    if not document["problems"]:
-        output.line("No known problem of this combination.")
-    for problem in document["problems"]:
-        output.line(f"{problem['severity']}: {problem['what']}; {problem['remedy']}")
+    known = [f"{problem['severity']}: {problem['what']}; {problem['remedy']}" for problem in document["problems"]]
+    output.line("", *(known or ["No known problem of this combination."]))
 
 
 def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLayer]) -> None:

@@ -71,8 +71,7 @@ def gain(
     document["verdict"] = [verdict(row) for row in document["lengths"]]
     _show(output, document)
     if document["gains"]:
-        output.line()
-        output.line(to_use(document["settings"], common.settings, chosen is None))
+        output.line("", to_use(document["settings"], common.settings, chosen is None))
     output.result(document)
 
 
@@ -105,33 +104,22 @@ def _percents(ways: Sequence[dict[str, Any]]) -> str:
 
 
 def _show(output: Output, document: dict[str, Any]) -> None:
-    rows, error = document["lengths"], document.get("error")
-    method = document["settings"]["method"]
-    output.line(f"{document['model']} ({document['type']}), method {method}, {document['dtype']}, torch {document['torch']}")
-    output.line(f"on {document['device']}")
-    timed = [row for row in rows if row["sparse"]]
+    about = f"{document['model']} ({document['type']}), method {document['settings']['method']}"
+    output.line(f"{about}, {document['dtype']}, torch {document['torch']}", f"on {document['device']}")
+    timed, error, answers = [row for row in document["lengths"] if row["sparse"]], document.get("error"), document.get("answers")
     if timed:
         output.line()
         _show_times(output, timed)
-        output.line()
-        for line in _notes(document, timed):
-            output.line(line)
+        output.line("", *_notes(document, timed))
     if error is not None:
-        output.line()
-        output.line(
-            f"Error on this prompt, over {error['tokens']:,} tokens: |Δ log p| {error['log_prob_change']:.3f}, "
-            f"loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f} ({error['loss_sparse'] - error['loss_dense']:+.3f})"
-        )
-    both = document.get("answers")
-    if both:
-        output.line()
-        for line in _compared(both["dense"], both["sparse"]):
-            output.line(line)
+        change = f"|Δ log p| {error['log_prob_change']:.3f}, loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f}"
+        more = error["loss_sparse"] - error["loss_dense"]
+        output.line("", f"Error on this prompt, over {error['tokens']:,} tokens: {change} ({more:+.3f})")
+    if answers:
+        output.line("", *_compared(answers["dense"], answers["sparse"]))
     if document.get("low_heads"):
         output.line(f"warning: {document['low_heads']}")
-    output.line()
-    for line in document["verdict"]:
-        output.line(line)
+    output.line("", *document["verdict"])
 
 
 def _show_times(output: Output, rows: Sequence[dict[str, Any]]) -> None:
@@ -159,18 +147,15 @@ def _compared(dense: dict[str, Any], sparse: dict[str, Any]) -> list[str]:
 
 
 def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
-    of_prompt = document["source"] == "prompt"
     layers = " and ".join(f"{number} {kind}" for kind, number in rows[-1]["layers"].items())
-    if of_prompt:
+    if document["source"] == "prompt":
         notes = [f"Attention: {layers} layers, their own queries and keys."]
         notes.append("First token: attention, and the rest of the model as it ran on this prompt.")
     else:
         weights, speed = _short(document["weights_per_token"]), _short(document["matmul_flops_per_second"], " ")
+        rest = f"{weights} weights at 2 FLOPs per token and the {speed}FLOP/s of a matmul measured here"
         notes = [f"Attention: {layers} layers, random queries and keys, random blocks."]
-        notes.append(
-            f"First token (an estimate): attention, and {weights} weights at 2 FLOPs per token and the {speed}FLOP/s of a matmul "
-            "measured here."
-        )
+        notes.append(f"First token (an estimate): attention, and {rest}.")
         notes.append("Your text decides the density: --prompt FILE measures it, and the error, with the model's weights.")
     notes.append("Times are medians of three runs of each, in turns.")
     share = min(row.get("timed_share_of_heads", 1.0) for row in rows)

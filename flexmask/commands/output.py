@@ -27,10 +27,10 @@ class Output:
         self._out = Console(soft_wrap=True, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
         self._err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
-    def line(self, text: str = "") -> None:
-        """One line of the result; not with JSON."""
+    def line(self, *texts: str) -> None:
+        """Lines of the result, an empty one without a text; not with JSON."""
         if not self.as_json:
-            self._out.print(text, markup=False)
+            self._out.print("\n".join(texts), markup=False)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
         """A table of the result; not with JSON."""
@@ -64,17 +64,8 @@ class Output:
         if not self.as_json and not self._err.is_terminal:
             yield _Lines(self, what)
             return
-        counted = (BarColumn(), MofNCompleteColumn())
-        bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            *counted,
-            TimeElapsedColumn(),
-            console=self._err,
-            transient=True,
-            disable=self.as_json,
-        )
-        with bar:
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=self._err, transient=True, disable=self.as_json) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
 

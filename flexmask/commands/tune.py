@@ -106,5 +106,4 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     output.table(columns, by_layer, "The tuned heads, by layer")
     for layer, reason in document["dense_layers"].items():
         output.line(f"layer {layer} stays dense: {reason}")
-    output.line()
-    output.line(f"To use it: flexmask.sparse_prefill(model, settings={document['out']!r}), or --settings {document['out']}")
+    output.line("", f"To use it: flexmask.sparse_prefill(model, settings={document['out']!r}), or --settings {document['out']}")
