@@ -38,11 +38,11 @@ class PrefillCall(NamedTuple):
         if self.probe is not None:
             return self.probe(self._replace(probe=None))
         run = self.run
-        wanted = STATISTICS if run is not None and run.collect_stats else ()
-        attended, reason = self.attended(wanted, run is not None and run.collect_masks)
-        if run is not None:
-            mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
-            run.record(self.layer, attended.stats, mask, reason, self.prefill, self.size)
+        if run is None:
+            return self.attended()[0].out
+        attended, reason = self.attended(STATISTICS if run.collect_stats else (), run.collect_masks)
+        mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
+        run.record(self.layer, attended.stats, mask, reason, self.prefill, self.size)
         return attended.out
 
     def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
@@ -79,11 +79,14 @@ class PrefillCall(NamedTuple):
         parts = []
         for call in calls:
             reason = reasons[call.sequence]
-            if reason is not None and self.run is None:
+            if reason is None:
+                parts.append(call.attention())
+                continue
+            parts.append(next(dense)[0])
+            if self.run is None:
                 notice_dense(reason, call.inputs.query.shape[2])
-            elif reason is not None and self.run is not None:
+            else:
                 self.run.record(self.layer, stats, None, reason, self.prefill, call.size)
-            parts.append(call.attention() if reason is None else next(dense)[0])
         return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
 
     @property

@@ -79,12 +79,16 @@ def layer_plan(
     device = torch.device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = _without_weights(config)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    # kernels for experts take no other dtype
+    model = model.eval().to(torch.bfloat16)
     number = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method, settings, **options), collect_stats=False)
-    planner = _Planner(tokens, torch.zeros((), device=device, dtype=dtype))
+    planner, error = _Planner(tokens, torch.zeros((), device=device, dtype=dtype)), None
     planned = planner.layers
-    error: Exception | None = None
     # most models need only shapes with a mask, some others without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
         planned.clear()
@@ -102,15 +106,6 @@ def layer_plan(
         what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
         planned.setdefault(layer, PlannedLayer(layer, UNREACHED, what))
     return [planned[layer] for layer in sorted(planned)]
-
-
-def _without_weights(config: Any) -> PreTrainedModel:
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    # kernels for experts take no other dtype
-    return model.eval().to(torch.bfloat16)
 
 
 class _Planner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import inspect
@@ -99,7 +100,9 @@ def _parts(wrapper: Any) -> Iterator[Held]:
     if isinstance(wrapper, types.FunctionType):
         yield _contents(wrapper), functools.partial(_with_contents, wrapper)
         if not _assigns_globals(wrapper.__code__):
-            yield _globals(wrapper), functools.partial(_with_globals, wrapper)
+            known = {name: wrapper.__globals__.get(name) for name in wrapper.__code__.co_names}
+            called = {name: value for name, value in known.items() if _takes_calls(value)}
+            yield called, functools.partial(_with_globals, wrapper)
     elif isinstance(wrapper, functools.partial):
         yield {"": wrapper.func}, lambda new: functools.partial(new[""], *wrapper.args, **wrapper.keywords)
         yield wrapper.keywords, lambda new: functools.partial(wrapper.func, *wrapper.args, **{**wrapper.keywords, **new})
@@ -118,20 +121,13 @@ def _parts(wrapper: Any) -> Iterator[Held]:
 def _contents(function: types.FunctionType) -> dict[str, Any]:
     contents = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with contextlib.suppress(ValueError):  # not assigned yet
             contents[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
     return contents
 
 
-def _globals(function: types.FunctionType) -> dict[str, Any]:
-    """Functions that may be called with an attention call's arguments."""
-    known = {name: function.__globals__.get(name) for name in function.__code__.co_names}
-    return {name: value for name, value in known.items() if _takes_calls(value)}
-
-
 def _takes_calls(function: Any) -> bool:
+    """True if a wrapper may call it with an attention call's arguments."""
     if not isinstance(function, types.FunctionType):
         return True
     code = function.__code__
