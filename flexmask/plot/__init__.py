@@ -4,10 +4,7 @@ Each function draws on `axes` or on a new figure of pyplot and returns the Axes:
 ``plot_density(run).figure.savefig("density.png")``. Every picture reads in grey. Nothing imports matplotlib before it draws.
 """
 
-from flexmask.plot.blocks import block_kinds as block_kinds
-from flexmask.plot.blocks import plot_attention as plot_attention
-from flexmask.plot.blocks import plot_block_mask as plot_block_mask
-from flexmask.plot.charts import plot_density as plot_density
-from flexmask.plot.charts import plot_frontier as plot_frontier
+from flexmask.plot.blocks import block_kinds, plot_attention, plot_block_mask
+from flexmask.plot.charts import plot_density, plot_frontier
 
 __all__ = ["block_kinds", "plot_attention", "plot_block_mask", "plot_density", "plot_frontier"]

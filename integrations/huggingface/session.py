@@ -82,14 +82,20 @@ class Scope:
     selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 
     @classmethod
+    @locked(_LOCK)
     def enter(
         cls, model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None = None
     ) -> Scope:
         """Switch `model` to ``"flexmask"``, which must be registered, and record its calls in `run` while `holder` lives."""
+        global _scopes
         check_servable(model)
         sweep()
-        scope = _opened(model, run, holder, probe)
+        configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+        configs[id(text_config(model))] = text_config(model)
+        scope = cls(model, run, probe, Session.of(model), list(configs.values()), ref(holder))
         try:
+            _scopes = (*_scopes, scope)
+            scope.switch()
             # without those that another thread closed
             _OWN.set((*(earlier for earlier in _OWN.get() if earlier.is_open), scope))
             return scope
@@ -143,22 +149,6 @@ class Scope:
 
 # per process: scopes of which something may be switched
 _scopes: tuple[Scope, ...] = ()
-
-
-@locked(_LOCK)
-def _opened(model: PreTrainedModel, run: PrefillRun, holder: object, probe: Callable[[PrefillCall], Tensor] | None) -> Scope:
-    global _scopes
-    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
-    configs[id(text_config(model))] = text_config(model)
-    scope = Scope(model, run, probe, Session.of(model), list(configs.values()), ref(holder))
-    try:
-        _scopes = (*_scopes, scope)
-        scope.switch()
-        return scope
-    except BaseException:
-        scope.closed = True
-        _give_back()
-        raise
 
 
 def sweep() -> bool:

@@ -14,7 +14,7 @@ from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer, after_cached, attend
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
-from flexmask.integrations.serving.startup import reserve, roles_line, served_roles, warm_up
+from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 
 Scale = Tensor | float | None
 
@@ -53,7 +53,10 @@ class Engine:
         the rank that logs. `measure` is called with the largest call, to make it while memory is measured.
         """
         policy = policy or self.options.policy
-        self.roles = served_roles(self.roles, policy, largest)
+        reason = policy.by_size(*largest)
+        if reason is not None:
+            why = f"the largest call: {reason}"
+            self.roles = {name: why if isinstance(role, SparseLayer) else role for name, role in self.roles.items()}
         if is_first:
             self._log.info("%s", roles_line(self.roles.values(), self.options, kernel, policy.least_rows))
         layers, counts = self.sparse_layers, self.options.count_density

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
 
-from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS
 from flexmask.integrations.serving.layers import SparseLayer, attend
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.warming import MANY_BLOCKS
 
-Name = TypeVar("Name")
 Size = tuple[int, int]
 # tokens, as in flexmask.warmup; the second length makes sizes dynamic
 _LENGTHS = (1100, 2300)
@@ -24,14 +21,6 @@ _LENGTHS = (1100, 2300)
 _SHORT = 128
 # lengths tried for the number of heads per mask
 _STEPS = 64
-
-
-def served_roles(roles: Mapping[Name, SparseLayer | str], policy: DensePolicy, largest: Size) -> dict[Name, SparseLayer | str]:
-    """The roles; all dense if even the largest call (rows, tokens) would run dense."""
-    reason = policy.by_size(*largest)
-    if reason is None:
-        return dict(roles)
-    return {name: f"the largest call: {reason}" if isinstance(role, SparseLayer) else role for name, role in roles.items()}
 
 
 def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:

@@ -30,20 +30,18 @@ _BY_KERNEL = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Custom":
-        return _backend(_BY_KERNEL[_chosen()])
     if name in _STOCK:
         return _backend(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _chosen() -> tuple[str, bool]:
+    if name != "Custom":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
 
     from flexmask.integrations.vllm.engine import engine_of
 
-    config = get_current_vllm_config_or_none()
-    return ("FLASH_ATTN", False) if config is None else (engine_of(config).options.kernel, bool(config.model_config.use_mla))
+    config, kernel, is_latent = get_current_vllm_config_or_none(), "FLASH_ATTN", False
+    if config is not None:
+        kernel, is_latent = engine_of(config).options.kernel, bool(config.model_config.use_mla)
+    return _backend(_BY_KERNEL[kernel, is_latent])
 
 
 def _check(stock: Any) -> None:
