@@ -21,7 +21,7 @@ BELOW: dict[str, set[str]] = {
     "flex": {"_torch", "base", "compilation"},
     "export": {"_torch", "base", "flex"},
     "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
-    "plot": set(),
+    "plot": {"base"},
 }
 
 

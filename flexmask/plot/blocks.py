@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask.base.selection import listed_blocks
 from flexmask.plot.charts import LEFT_OUT, new_axes
 
 if TYPE_CHECKING:
@@ -97,24 +98,16 @@ def block_kinds(block_mask: BlockMask, head: int, batch: int = 0) -> Tensor:
     for name, index, count in (("head", head, num_heads), ("batch", batch, num_batch)):
         if not 0 <= index < count:
             raise ValueError(f"{name} must be in [0, {count}); got {index}")
-    partial = _listed(block_mask.kv_num_blocks[batch, head], block_mask.kv_indices[batch, head])
+    columns = block_mask.kv_indices.shape[-1]
+    partial = listed_blocks(block_mask.kv_num_blocks[batch, head], block_mask.kv_indices[batch, head], columns).cpu()
     full = torch.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-        full = _listed(block_mask.full_kv_num_blocks[batch, head], block_mask.full_kv_indices[batch, head])
+        full = listed_blocks(block_mask.full_kv_num_blocks[batch, head], block_mask.full_kv_indices[batch, head], columns).cpu()
     q_block, kv_block = block_mask.BLOCK_SIZE
     q_blocks, kv_blocks = (torch.arange(count, device="cpu") for count in partial.shape)
     last_row = (q_block * (q_blocks + 1)).clamp(max=q_len) - 1 + kv_len - q_len
     visible = kv_block * kv_blocks <= last_row[:, None]
     return torch.where(full, 3, torch.where(partial, 2, visible.long()))
-
-
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """A (num_q_blocks, num_kv_blocks) bool map of the first `counts` entries of each row of `indices`, on the CPU."""
-    counts, indices = counts.cpu(), indices.cpu().long()
-    rows, columns = torch.nonzero(torch.arange(indices.shape[-1], device="cpu") < counts[:, None], as_tuple=True)
-    kept = torch.zeros_like(indices, dtype=torch.bool)
-    kept[rows, indices[rows, columns]] = True
-    return kept
 
 
 def plot_attention(

@@ -69,21 +69,18 @@ def read_options(
         check_real("log_every", fields["log_every"])
         if fields["log_every"] <= 0:
             raise ValueError(f"log_every must be > 0 seconds; got {fields['log_every']}")
+    named = PrefillSettings.from_dict(chosen, name, _FIELDS) if chosen and path is None else None
+    if path is not None:
+        if not isinstance(path, str):
+            raise TypeError(f"file must be a path; got {type(path).__name__}")
+        if chosen:
+            raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
+        named = PrefillSettings.load(path)
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
-    settings, found = found_settings(_named(chosen, path, name), model_config, text)
+    settings, found = found_settings(named, model_config, text)
     sources = {"named": path or source, "config": "the model's config.json"}
     return ServingOptions(settings=settings, source=sources.get(found, found), **fields)
-
-
-def _named(chosen: dict[str, Any], path: Any, name: str) -> PrefillSettings | None:
-    if path is None:
-        return PrefillSettings.from_dict(chosen, name, _FIELDS) if chosen else None
-    if not isinstance(path, str):
-        raise TypeError(f"file must be a path; got {type(path).__name__}")
-    if chosen:
-        raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
-    return PrefillSettings.load(path)
 
 
 class RequestOptions(NamedTuple):

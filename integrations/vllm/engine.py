@@ -61,17 +61,16 @@ class VLLMEngine(Engine):
         """The role of a layer whose implementation got the arguments `given`; `model` is a path."""
         with _LOCK:
             if name not in self.roles:
-                self.roles[name] = self._role(name, model, given, defaults)
+                number, target = layer_number(name), self._vllm_config.model_config
+                # a model's own draft layers continue its numbers
+                if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
+                    self.roles[name] = DRAFT
+                elif getattr(target, "rswa_window", None) is not None:
+                    self.roles[name] = "a window that leaves the prompt visible"
+                else:
+                    place = _tensor_parallel_rank()
+                    self.roles[name] = role_of(number, given, defaults, self.options.settings, self.dtype, *place)
             return self.roles[name]
-
-    def _role(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        number, target = layer_number(name), self._vllm_config.model_config
-        # a model's own draft layers continue its numbers
-        if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
-            return DRAFT
-        if getattr(target, "rswa_window", None) is not None:
-            return "a window that leaves the prompt visible"
-        return role_of(number, given, defaults, self.options.settings, self.dtype, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
         """Once: settle all layers, log the roles, compile, and make the largest call if memory is being measured."""
