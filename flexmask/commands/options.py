@@ -100,12 +100,12 @@ def with_common(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
         def run(**given: Any) -> None:
             command(Common(**{name: given.pop(name) for name in names}), **given)
 
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
         shared = (
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=Common._field_defaults[name], annotation=hints[name])
             for name in names
         )
-        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -89,8 +89,8 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     seen = (starts < ends[:, None]).to(device)
     block_map = by_column & seen
 
-    own = seen & (starts >= first_rows[:, None]).to(device)
-    lost = block_map.any(-1) & (own & ~block_map).any(-1)
+    diagonal = seen & (starts >= first_rows[:, None]).to(device)
+    lost = block_map.any(-1) & (diagonal & ~block_map).any(-1)
     if bool(lost.any()):
         head, block = lost.nonzero()[0].tolist()
         raise ValueError(

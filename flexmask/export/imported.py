@@ -87,8 +87,8 @@ def from_block_map(
     )
     kv_block = torch.arange(blocks[1], device=keep.device)
     first, last = seen.first_row_block.unsqueeze(-1), seen.last_row_block.unsqueeze(-1)
-    own = (((kv_block == first) | (kv_block == last)) & seen.visible)[:, None]
-    lost = own & ~keep & keep.any(-1, keepdim=True)
+    diagonal = (((kv_block == first) | (kv_block == last)) & seen.visible)[:, None]
+    lost = diagonal & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
 
     selection = Selection(block_lists(keep, seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE)

@@ -127,7 +127,7 @@ def attention_entry(
 
 
 def mask_entry(*, config: Any = None, **arguments: Any) -> Any:
-    """`prefill_mask`, or the mask of the model's own attention if the block that had switched it is over."""
+    """`prefill_mask`, or the mask of the model's own attention if the scope that had switched it is over."""
     if not is_traced():
         if _gives_back(config):
             mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
@@ -137,7 +137,7 @@ def mask_entry(*, config: Any = None, **arguments: Any) -> Any:
 
 
 def _gives_back(config: Any) -> bool:
-    """Close blocks that are over; True if that gives the model of a config its own attention."""
+    """Close scopes that are over; True if that gives the model of a config its own attention."""
     name = getattr(config, "_attn_implementation", None)
     return sweep() and config is not None and config._attn_implementation != name
 
@@ -163,12 +163,13 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
 
     Leaves out wrappers that the called function has too. Warns of what cannot be put around another function.
     """
-    called, own, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
-    key = (id(own), id(sdpa), id(called))
+    called, stock, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
+    key = (id(stock), id(sdpa), id(called))
     if key not in _numbered:
-        is_ours = isinstance(attention_in(own), functools.partial)
+        is_ours = isinstance(attention_in(stock), functools.partial)
         # libraries wrap what is registered, and a model's own eager attention is not
-        entries = [sdpa] if own is None or is_ours or (name == "eager" and is_attention(own)) else [own, sdpa]
+        alone = stock is None or is_ours or (name == "eager" and is_attention(stock))
+        entries = [sdpa] if alone else [stock, sdpa]
         wrapped = (around(entry, attention, codes(called)) for entry in entries)
         inside = next((function for function in wrapped if function is not None), attention)
         if name in _STOCK and around(entries[0], attention) is None:
@@ -177,7 +178,7 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
             )
         number = 0 if inside is attention else next(_new_numbers)
         _WITHIN[number] = inside
-        _numbered[key] = own, sdpa, called, number
+        _numbered[key] = stock, sdpa, called, number
     return _numbered[key][3]
 
 
@@ -195,9 +196,9 @@ _numbered: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
 def _check_mask_function(config: Any) -> None:
     """Warn of another library's mask function, which runs in decoding only."""
     name = own_name(config)
-    own, called = (ALL_MASK_ATTENTION_FUNCTIONS.get(wanted) for wanted in (name, getattr(config, "_attn_implementation", None)))
-    if name in _STOCK and not home(own).startswith(("transformers.", "flexmask.")) and code_of(own) != code_of(called):
-        _warn(own, f"makes masks for {name!r} in transformers; it does not run in a prefill")
+    stock, called = (ALL_MASK_ATTENTION_FUNCTIONS.get(wanted) for wanted in (name, getattr(config, "_attn_implementation", None)))
+    if name in _STOCK and not home(stock).startswith(("transformers.", "flexmask.")) and code_of(stock) != code_of(called):
+        _warn(stock, f"makes masks for {name!r} in transformers; it does not run in a prefill")
 
 
 def _warn(function: Any, what: str) -> None:

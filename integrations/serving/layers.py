@@ -94,16 +94,16 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
 
 def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: int) -> Selector:
     """The selector with the options of this rank's `num_heads` heads."""
-    every, own = num_heads * ranks, slice(rank * num_heads, (rank + 1) * num_heads)
-    check_heads(selector, every, f"layer {number}: ")
+    all_heads, local = num_heads * ranks, slice(rank * num_heads, (rank + 1) * num_heads)
+    check_heads(selector, all_heads, f"layer {number}: ")
     method, options = selector.method, dict(selector.options)
     for name in method.shares:
         if isinstance(options[name], tuple):
-            options[name] = options[name][own]
+            options[name] = options[name][local]
     for name, make in method.pairs.items():
-        value = make(every) if make is not None and options[name] is None else options[name]
-        pairs = pairs_by_head(name, value, every)
-        options[name] = pairs[own] if len(pairs) > 1 else pairs
+        value = make(all_heads) if make is not None and options[name] is None else options[name]
+        pairs = pairs_by_head(name, value, all_heads)
+        options[name] = pairs[local] if len(pairs) > 1 else pairs
     return replace(selector, options=options)
 
 

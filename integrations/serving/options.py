@@ -78,9 +78,9 @@ def read_options(
         named = PrefillSettings.load(path)
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
-    settings, found = found_settings(named, model_config, text)
+    settings, origin = found_settings(named, model_config, text)
     sources = {"named": path or source, "config": "the model's config.json"}
-    return ServingOptions(settings=settings, source=sources.get(found, found), **fields)
+    return ServingOptions(settings=settings, source=sources.get(origin, origin), **fields)
 
 
 class RequestOptions(NamedTuple):

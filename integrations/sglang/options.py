@@ -30,12 +30,12 @@ def resolved(server_args: Any) -> Any:
 def backends_of(server_args: Any) -> tuple[str, str]:
     """Names of the backends for prompts and for decoding, of `resolved` arguments."""
     if hasattr(server_args, "get_attention_backends"):
-        found: tuple[str, str] = server_args.get_attention_backends()
-        return found
-    from sglang.srt.arg_groups.overrides import attention_backends_of
+        prefill, decode = server_args.get_attention_backends()
+    else:
+        from sglang.srt.arg_groups.overrides import attention_backends_of
 
-    found = attention_backends_of(server_args)
-    return found
+        prefill, decode = attention_backends_of(server_args)
+    return prefill, decode
 
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:

@@ -64,18 +64,18 @@ def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Wri
     """
     size = page_size * head_dim
     number = torch.arange(size)
-    found = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
+    totals = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
     place = 1
     while place < size:
         digits = (number // place) % _BASE
         rows = digits.to(dtype).view(page_size, 1, head_dim)
         cache = torch.zeros(1, 1, page_size, 2 * head_dim, dtype=dtype)
         write(rows, rows.clone(), cache)
-        for half, total in zip(halves(cache), found, strict=True):
+        for half, total in zip(halves(cache), totals, strict=True):
             total += half.reshape(size).to(torch.int64) * place
         place *= _BASE
     orders = []
-    for total in found:
+    for total in totals:
         if not torch.equal(total.sort().values, number):
             raise RuntimeError(f"vLLM's CPU cache keeps its pages of {page_size} tokens in an order that flexmask cannot read")
         orders.append(total.argsort())
