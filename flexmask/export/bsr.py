@@ -38,15 +38,13 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     Returns
     -------
     BsrBlocks
-        On the mask's device. Without pairs the block that cuts the diagonal is an entry like any other, the last of its row;
-        FlashInfer's ``causal=True`` serves it where q_len and kv_len are multiples of the block size, or q_len equals kv_len.
+        On the mask's device. FlashInfer's ``causal=True`` serves the block that cuts the diagonal, the last of its row, where
+        q_len and kv_len are multiples of the block size, or q_len equals kv_len.
 
     Raises
     ------
-    NotImplementedError
-        With `with_pairs`, for masks that flexmask did not make.
-    TypeError, ValueError
-        For anything but a BlockMask; for a head or row that it lacks.
+    NotImplementedError, TypeError, ValueError
+        With `with_pairs`, for masks that flexmask did not make; for anything but a BlockMask; for a head or row that it lacks.
 
     Examples
     --------

@@ -28,8 +28,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     inside the diagonal block iff these end with the block's own positions. So columns end where query blocks end: a chunk that
     does not begin at a key block cuts key blocks in two, and a query block keeps the parts that some of its rows see.
 
-    FlashInfer keeps one pattern for all query heads of a key head, and one prompt. Its own ``plan`` copies to the host. This
-    function reads on the host too: the chunk's offset, and whether every diagonal is kept.
+    FlashInfer keeps one pattern for all query heads of a key head, and one prompt. Reads the chunk's offset and the diagonals.
 
     Parameters
     ----------
@@ -50,10 +49,9 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
 
     Raises
     ------
-    NotImplementedError
-        For windows, padding and own mask_mods, which the kernel would ignore, and for masks that flexmask did not make.
-    TypeError, ValueError
-        For other arguments than those above; for a row of blocks that keeps other blocks but not its diagonal.
+    NotImplementedError, TypeError, ValueError
+        For windows, padding and own mask_mods, which the kernel would ignore, and for masks that flexmask did not make; for other
+        arguments than those above; for a row of blocks that keeps other blocks but not its diagonal.
 
     Examples
     --------

@@ -28,16 +28,14 @@ def from_block_map(
 ) -> BlockMask:
     """The BlockMask of another selector's map, under causality, a window and padding.
 
-    The mask works with FlexAttention, `flexmask.export`, plots and pictures. The checks read values on the host.
+    The checks read values on the host.
 
     Parameters
     ----------
     block_map
         (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, or of integers, where other than 0 is kept.
-    q_len, kv_len
-        Rows and keys.
-    block_size
-        Tokens per block.
+    q_len, kv_len, block_size
+        Rows, keys, and tokens per block.
     window
         Keys that a row sees, its own counted; default: all.
     attention_mask
@@ -122,12 +120,8 @@ def from_index_list(
     Returns
     -------
     BlockMask
-        As from `from_block_map`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `from_block_map` does; for counts and key blocks outside of their range, and for a block listed twice.
+        As from `from_block_map`, which also says what is refused; counts and key blocks outside of their range, and a block
+        listed twice, raise ValueError.
 
     Examples
     --------

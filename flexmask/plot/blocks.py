@@ -43,10 +43,6 @@ def plot_block_mask(
     axes
         Where to draw. Default: a new figure of pyplot, with a legend.
 
-    Returns
-    -------
-    matplotlib.axes.Axes
-
     Raises
     ------
     ValueError

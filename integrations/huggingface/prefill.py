@@ -85,16 +85,13 @@ class sparse_prefill(ContextDecorator):
     Parameters
     ----------
     model
-        A decoder of transformers that uses its attention interface; or a pipeline, a torch.compile module or a PEFT model around
-        one.
+        A decoder of transformers that uses its attention interface; or a pipeline, a torch.compile module or a PEFT model of one.
     method
         As in `flexmask.sparse_attention`. Default ``"hybrid"``.
     settings
         Whole settings, as from `tune`, or a file of them, instead of all other options.
-    collect_stats
-        Fill ``run.stats``; costs a little time. Default True.
-    collect_masks
-        Also keep every prefill call's BlockMask until the run is dropped. Default False.
+    collect_stats, collect_masks
+        Keep statistics (default True) and the BlockMask (default False) of every prefill call until the run is dropped.
     max_calls
         Latest prefill calls per layer to keep; ``run.summary()`` counts earlier ones too. Default 512; None for no limit.
     options

@@ -113,8 +113,8 @@ def inspect_prefill(
 ) -> Inspection:
     """Prefill one prompt and gather what the method chose in it.
 
-    The first of two prefills takes statistics. In the second, masks are compared with true attention, which for the heads shown
-    takes the time of dense attention. ``flexmask gain --prompt`` measures times.
+    The first of two prefills takes statistics. The second compares masks with true attention, for the heads shown in the time of
+    dense attention.
 
     Parameters
     ----------

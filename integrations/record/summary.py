@@ -72,10 +72,8 @@ class RunSummary:
     prefills, sequences, tokens
         Forward passes of more than one token, the batch rows and packed sequences that they read, and the tokens of all of them,
         padding included. A prompt in three chunks counts as three prefills and three sequences.
-    density
-        As that of a layer, over all layers.
-    dropped_calls
-        Calls counted here that `max_calls` dropped.
+    density, dropped_calls
+        As that of a layer, over all layers; calls counted here that `max_calls` dropped.
     """
 
     prefills: int

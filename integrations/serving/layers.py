@@ -34,10 +34,6 @@ class LayerShape:
     window: int | None = None
     has_sinks: bool = False
 
-    @property
-    def groups(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):

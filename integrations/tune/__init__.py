@@ -41,9 +41,9 @@ def tune(
 ) -> TuneResult:
     """Find a gamma for every head of a model, from prompts like those that it will read.
 
-    One dense prefill per prompt computes every head's output at every gamma and compares it with the dense one by relative
-    squared error, ``||o_gamma - o||^2 / ||o||^2``, or by its effect on the loss (`gradient`). Then gammas are lowered greedily
-    where dropping a block costs least error, down to the target. Errors assume that all other layers are dense.
+    One dense prefill per prompt compares every head's output at every gamma with the dense one by relative squared error,
+    ``||o_gamma - o||^2 / ||o||^2``, or by its effect on the loss (`gradient`). Then gammas are lowered greedily where dropping a
+    block costs least error, down to the target. Errors assume that all other layers are dense.
 
     Parameters
     ----------
@@ -69,17 +69,15 @@ def tune(
     resume
         JSON file to write after each layer and to continue from. Default: none.
     progress
-        Show transformers' progress bar. Default True. Or a function of the measured and all layers, over all
-        prompts.
+        Show transformers' progress bar. Default True. Or a function of the measured and all layers, over all prompts.
     options
-        The method's other options; and `block_size`, `dense_layers`, `dense_below` (for windows only), `backend` and
-        `max_mask_bytes` of PrefillSettings.
+        The method's other options, and fields of `PrefillSettings`; `dense_below` is for windows only.
 
     Returns
     -------
     TuneResult
-        Its `settings` leave out layers that stay dense (in `dense_layers`, with a window shorter than `dense_below`, with
-        unsupported head sizes).
+        Its `settings` leave out layers that stay dense: in `dense_layers`, with a window shorter than `dense_below`, with
+        unsupported head sizes.
 
     Raises
     ------

@@ -20,11 +20,9 @@ class TuneResult:
     Attributes
     ----------
     settings
-        A gamma per head for every measured layer, for `sparse_prefill`, or `configure` and ``save_pretrained``.
-    density
-        Predicted share of the visible blocks that these layers keep.
-    error
-        Predicted error, mean over heads, as `tune` defines it.
+        A gamma per head for every measured layer.
+    density, error
+        Predicted share of the visible blocks that these layers keep, and error as `tune` defines it, mean over heads.
     curve
         (density, error) before the first head is lowered and after each step.
     uniform

@@ -104,7 +104,7 @@ class SparsePrefillImpl(FindsItsRole):
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
-                by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.groups, 0)
+                by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.num_heads // role.num_kv_heads, 0)
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
             chunk = (queries, key[rows], value[rows])
             output[rows] = self._engine.attend(role, request, *chunk, cached, cache_scales, skipped, sinks)
