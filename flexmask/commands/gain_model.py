@@ -15,18 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from flexmask.commands import gain_times
 from flexmask.commands.errors import option_errors
-from flexmask.commands.gain_times import (
-    ROUNDS,
-    Times,
-    dense_calls,
-    fastest_dense,
-    matmul_speed,
-    model_times,
-    seconds_in_turns,
-    select_all,
-    wait,
-)
+from flexmask.commands.gain_times import seconds_in_turns, wait
 from flexmask.commands.loading import remark_if_short
 from flexmask.commands.output import Advance, Output
 from flexmask.environment import device_name
@@ -61,12 +52,12 @@ def of_config(
     with output.progress("timing one length" if len(lengths) == 1 else f"timing {len(lengths)} lengths") as advance:
         advance(0, len(lengths))
         settings = _settings_of(config, chosen)
-        speed, weights = matmul_speed(max(lengths), text.hidden_size, zero), weights_per_token(config)
+        speed, weights = gain_times.matmul_speed(max(lengths), text.hidden_size, zero), weights_per_token(config)
         for length in lengths:
             plan = layer_plan(config, settings=settings, tokens=length, device=zero.device, dtype=zero.dtype)
             row = _row(length, (layer.plan for layer in plan), (layer.reason for layer in plan))
             if row["layers"].get("sparse"):
-                times = model_times(plan, length, densities, settings, speed, zero)
+                times = gain_times.model_times(plan, length, densities, settings, speed, zero)
                 row |= {**times.document(2 * weights * length / speed), "timed_share_of_heads": times.share}
             rows.append(row)
             advance(len(rows), len(lengths))
@@ -169,7 +160,7 @@ class _Timed:
     """Serves a prefill, and times flexmask's call and the fastest dense kernel in every attention call."""
 
     def __init__(self, device: torch.device) -> None:
-        self.times, self.spent, self._device = Times(1), 0.0, device
+        self.times, self.spent, self._device = gain_times.Times(1), 0.0, device
         self._kernels: dict[Any, str] = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
@@ -178,14 +169,14 @@ class _Timed:
         inputs = call.inputs.prepared()
         if call.reason_dense() is not None:
             (dense,) = seconds_in_turns([call.attention], self._device, warm_up=False)
-            whole, selection = dense, np.zeros(ROUNDS)
+            whole, selection = dense, np.zeros(gain_times.ROUNDS)
         else:
             shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
             first = shape not in self._kernels
-            kernel = self._kernels.setdefault(shape, fastest_dense(inputs)) if first else self._kernels[shape]
+            kernel = self._kernels.setdefault(shape, gain_times.fastest_dense(inputs)) if first else self._kernels[shape]
             self.times.kernels.add(kernel)
-            select = partial(select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
-            calls: list[Callable[[], Any]] = [call.attention, dense_calls(inputs)[kernel], select]
+            select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
+            calls: list[Callable[[], Any]] = [call.attention, gain_times.dense_calls(inputs)[kernel], select]
             whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
         self.times.add(dense, selection, np.maximum(0.0, whole - selection))
         wait(self._device)

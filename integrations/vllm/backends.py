@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from flexmask.integrations.serving.versions import check_release
+from flexmask.integrations.vllm.pages import ReadsCPUCache
 from flexmask.integrations.vllm.versions import RUN, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
@@ -73,8 +74,6 @@ def _backend(name: str) -> type:
         if kernel != "CPU_MLA":
             measure_latent_layers()
     elif kernel == "CPU_ATTN":
-        from flexmask.integrations.vllm.cpu_pages import ReadsCPUCache
-
         mixins = (ReadsCPUCache, *mixins)
     namespace = {"__module__": __name__}
     impl = type(f"{name}Impl", (*mixins, stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})

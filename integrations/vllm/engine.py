@@ -86,7 +86,10 @@ class VLLMEngine(Engine):
             with torch.inference_mode():
                 self.start(largest, device, self.dtype, kernel, policy, is_first, measure)
             if is_first and self.sparse_layers:
-                if is_first_stage():
+                from vllm.distributed import get_pp_group
+
+                # every stage of pipeline parallelism sees every token, and metrics add up over processes
+                if get_pp_group().is_first_rank:
                     self.counters.export()
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
@@ -129,13 +132,6 @@ def _tensor_parallel_rank() -> tuple[int, int]:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-
-
-def is_first_stage() -> bool:
-    """Every stage of pipeline parallelism sees every token, and metrics add up over processes."""
-    from vllm.distributed import get_pp_group
-
-    return bool(get_pp_group().is_first_rank)
 
 
 # per process: layers and builders share nothing but vLLM's configuration, which a draft model copies
