@@ -116,22 +116,10 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
     "Tensor? offset, Tensor? sinks, SymInt tokens, int module) -> Tensor",
     **_TAGS,
 )
-def prefill_operator(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    attention_mask: Tensor | None,
-    offset: Tensor | None,
-    sinks: Tensor | None,
-    tokens: int,
-    module: int,
-) -> Tensor:
+def prefill_operator(*arguments: Any) -> Tensor:
     """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
-    inputs = AttentionInputs(query, key, value, scale, softcap, window, attention_mask, offset, sinks)
-    return serve(_MODULES[module], inputs, tokens)
+    *inputs, tokens, module = arguments
+    return serve(_MODULES[module], AttentionInputs(*inputs), tokens)
 
 
 @prefill_operator.register_fake

@@ -22,6 +22,7 @@ from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.inspect.attention_held import HeldAttention
 from flexmask.integrations.record import PrefillRun, RunSummary
+from flexmask.integrations.record.files import finite
 from flexmask.settings import PrefillSettings
 
 RULE = (
@@ -97,7 +98,7 @@ class Inspection:
             "warning": self.warning,
             "rows": self.run.rows(),
         }
-        return {name: _without_nan(value) for name, value in figures.items()}
+        return {name: finite(value) for name, value in figures.items()}
 
 
 def inspect_prefill(
@@ -225,14 +226,6 @@ def named_heads(rows: Sequence[Mapping[str, Any]], layers: Sequence[int], heads:
             if patterns[layer, head] == "dense":
                 raise ValueError(f"layers must have run sparse; layer {layer} ran dense")
     return {(layer, head): NAMED for layer in layers for head in heads}
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _one_prompt(input_ids: Any) -> Tensor:

@@ -45,6 +45,15 @@ def write_json(path: Path, saved: Any) -> None:
     os.replace(part, path)
 
 
+def finite(value: Any) -> Any:
+    """The value with None for floats that are not finite, which JSON lacks; tuples become lists."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def load_run(path: Path) -> SavedRun:
     """Read a run, its tensors on the CPU; ValueError for another file."""
     size = path.stat().st_size
@@ -65,7 +74,7 @@ def load_run(path: Path) -> SavedRun:
 
 
 def _call_to_save(call: RecordedCall) -> dict[str, Any]:
-    tensors = {name: _numbers(getattr(call.stats, name).tolist()) for name in DTYPES}
+    tensors = {name: finite(getattr(call.stats, name).tolist()) for name in DTYPES}
     return {**tensors, "dense": call.stats.dense, "reason": call.reason, "prefill": call.prefill, "size": call.size}
 
 
@@ -81,8 +90,8 @@ def _call(saved: Mapping[str, Any]) -> RecordedCall:
 
 
 def _totals_to_save(total: LayerTotals) -> dict[str, Any]:
-    sums = None if total.sums is None else HeadSums(*_numbers(total.sums.tolist()))._asdict()
-    return {**vars(total), "sums": sums, "held": None if total.held is None else _numbers(total.held.tolist())}
+    sums = None if total.sums is None else HeadSums(*finite(total.sums.tolist()))._asdict()
+    return {**vars(total), "sums": sums, "held": None if total.held is None else finite(total.held.tolist())}
 
 
 def _totals(saved: Mapping[str, Any]) -> LayerTotals:
@@ -97,13 +106,6 @@ def _totals(saved: Mapping[str, Any]) -> LayerTotals:
         raise ValueError(pairs)
     reasons = {reason: _count(number) for reason, number in saved["reasons"].items()}
     return LayerTotals(calls, dense_calls, heads, pairs, dense_pairs, reasons, sums, held)
-
-
-def _numbers(values: Any) -> Any:
-    """Numbers, or lists of them, as JSON has them: None for those that are not finite."""
-    if isinstance(values, list):
-        return [_numbers(value) for value in values]
-    return values if math.isfinite(values) else None
 
 
 def _tensor(saved: Any, dtype: torch.dtype, absent: float = math.nan) -> Tensor:

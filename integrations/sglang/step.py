@@ -110,19 +110,13 @@ def part_of(forward_batch: Any, requests: Sequence[int], rows: slice | Tensor) -
     part.__dict__.pop("_attn_output", None)
     chosen = torch.tensor(list(requests))
     on_device = chosen.to(forward_batch.req_pool_indices.device, non_blocking=True)
-    for names, index in ((_TENSORS, on_device), (_HOST_TENSORS, chosen), (_ROWS, rows)):
+    for names, index in ((_TENSORS, on_device), (_HOST_TENSORS, chosen), (_ROWS, rows), (_LISTS, None)):
         for name in names:
             value = getattr(part, name, None)
             if value is not None:
-                setattr(part, name, value[index])
-    for name in _LISTS:
-        value = getattr(part, name, None)
-        if value is not None:
-            setattr(part, name, [value[request] for request in requests])
-    part.batch_size = len(requests)
-    lengths = [a + b for a, b in zip(part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu, strict=True)]
-    part.seq_lens_sum = sum(lengths)
-    part.extend_num_tokens = sum(part.extend_seq_lens_cpu)
+                setattr(part, name, [value[request] for request in requests] if index is None else value[index])
+    part.batch_size, part.extend_num_tokens = len(requests), sum(part.extend_seq_lens_cpu)
+    part.seq_lens_sum = sum(part.extend_prefix_lens_cpu) + part.extend_num_tokens
     if part.extend_seq_lens is not None:
         part.extend_start_loc = part.extend_seq_lens.cumsum(0, dtype=part.extend_seq_lens.dtype) - part.extend_seq_lens
     return part

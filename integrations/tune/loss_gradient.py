@@ -44,11 +44,9 @@ def logits_of(model: PreTrainedModel, prompt: Tensor, tokens: Tensor) -> Tensor:
     """Logits of some tokens of a prompt, (tokens, vocab_size)."""
     # indices would stay on the first device of a model that is spread over several
     one_device = len({parameter.device for parameter in model.parameters()}) == 1
-    if one_device and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kept: Tensor = model(input_ids=prompt[None], use_cache=False, logits_to_keep=tokens).logits[0]
-        return kept
-    every: Tensor = model(input_ids=prompt[None], use_cache=False).logits[0]
-    return every[tokens.to(every.device)]
+    keeps = one_device and "logits_to_keep" in inspect.signature(model.forward).parameters
+    logits: Tensor = model(input_ids=prompt[None], use_cache=False, **({"logits_to_keep": tokens} if keeps else {})).logits[0]
+    return logits if keeps else logits[tokens.to(logits.device)]
 
 
 def _through_activations(scope: Scope) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.vllm.pages import ReadsCPUCache
+from flexmask.integrations.vllm.registration import wrap_once
 from flexmask.integrations.vllm.versions import RUN, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
@@ -94,21 +95,14 @@ def _backend(name: str) -> type:
 
 def measure_latent_layers() -> None:
     """Make vLLM's layer of latent attention call ours when it runs without metadata and skips its implementation."""
-    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-    layer: Any = mla_attention.MLAAttention
-    stock = layer.forward_impl
-    if hasattr(stock, "flexmask_measures"):
-        return
-
-    @functools.wraps(stock)
     def forward_impl(
-        self: Any, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, *arguments: Any, **options: Any
+        stock: Any, layer: Any, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, *rest: Any, **options: Any
     ) -> Any:
-        prepare = getattr(self.impl, "flexmask_prepare", None)
+        prepare = getattr(layer.impl, "flexmask_prepare", None)
         if attn_metadata is None and prepare is not None:
             prepare(q.device)
-        return stock(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, *arguments, **options)
+        return stock(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **options)
 
-    forward_impl.flexmask_measures = True  # type: ignore[attr-defined]
-    layer.forward_impl = forward_impl
+    wrap_once(MLAAttention, "forward_impl", forward_impl)

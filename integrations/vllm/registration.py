@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from flexmask.integrations.serving.options import RequestOptions, has_options, noted_options, request_options
@@ -40,6 +41,20 @@ def register() -> None:
     read_requests()
 
 
+def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of a class by `around`, which gets the stock one first; once, as plug-ins may be loaded again."""
+    stock = getattr(owner, name)
+    if hasattr(stock, "flexmask_stock"):
+        return
+
+    @functools.wraps(stock)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        return around(stock, *arguments, **options)
+
+    wrapper.flexmask_stock = stock  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)
+
+
 def read_requests() -> None:
     """Make vLLM's front end refuse wrong options of a request, and keep cached prefixes of different options apart."""
     try:
@@ -47,25 +62,18 @@ def read_requests() -> None:
     except ImportError:  # of a release that is refused where our backend is chosen
         return
 
-    stock = InputProcessor.process_inputs
-    if hasattr(stock, "flexmask_stock"):
-        return
-
-    @functools.wraps(stock)
-    def process_inputs(self: Any, *arguments: Any, **options: Any) -> Any:
-        request = stock(self, *arguments, **options)
-        params = request.sampling_params  # a copy of the caller's
+    def process_inputs(stock: Any, processor: Any, *arguments: Any, **options: Any) -> Any:
+        request = stock(processor, *arguments, **options)
+        params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
         given = getattr(params, "extra_args", None) or {}
-        selected = getattr(self.vllm_config.attention_config.backend, "name", None) == "CUSTOM"
-        if has_options(given) and (selected or os.environ.get(CPU_VARIABLE) == "1"):
-            chosen = _options_of(given, self.vllm_config)
-            if chosen is not None:
-                params.extra_args = chosen.noted(given)
-                request.cache_salt = f"{request.cache_salt or ''}{chosen.salt}"
+        selected = getattr(config.attention_config.backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
+        chosen = _options_of(given, config) if has_options(given) and selected else None
+        if chosen is not None:
+            params.extra_args = chosen.noted(given)
+            request.cache_salt = f"{request.cache_salt or ''}{chosen.salt}"
         return request
 
-    process_inputs.flexmask_stock = stock  # type: ignore[attr-defined]
-    InputProcessor.process_inputs = process_inputs
+    wrap_once(InputProcessor, "process_inputs", process_inputs)
 
 
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
@@ -92,25 +100,20 @@ def tell_requests(vllm_config: Any) -> None:
 
         name = "_update_states"
     runner: Any = model_runner.GPUModelRunner
-    stock = getattr(runner, name, None)
-    faults = wrong_arguments(f"GPUModelRunner.{name}", stock, ("scheduler_output",))
-    if stock is None or faults:
+    faults = wrong_arguments(f"GPUModelRunner.{name}", getattr(runner, name, None), ("scheduler_output",))
+    if faults:
         raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
-    if hasattr(stock, "flexmask_stock"):
-        return
 
-    @functools.wraps(stock)
-    def prepare(self: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-        made = stock(self, scheduler_output, *arguments, **options)
-        engine = made_engine(self.vllm_config)
+    def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        made = stock(runner, scheduler_output, *arguments, **options)
+        engine = made_engine(runner.vllm_config)
         if engine is not None:
             requests = scheduler_output.scheduled_new_reqs
             new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
             if name == "prepare_inputs":
-                engine.choose(new, made.req_ids, self.req_states.req_id_to_index)
+                engine.choose(new, made.req_ids, runner.req_states.req_id_to_index)
             else:
-                engine.choose(new, self.input_batch.req_ids, self.requests)
+                engine.choose(new, runner.input_batch.req_ids, runner.requests)
         return made
 
-    prepare.flexmask_stock = stock  # type: ignore[attr-defined]
-    setattr(runner, name, prepare)
+    wrap_once(runner, name, prepare)
