@@ -65,7 +65,6 @@ def plot_block_mask(
     _draw(axes, kinds.numpy(), (q_len, kv_len, *block_mask.BLOCK_SIZE), colours)
     density = (kinds >= 2).sum() / (kinds >= 1).sum()
     axes.set_title(f"{f'head {head}' if title is None else title}, density {density:.1%}", fontsize=11)
-    axes.set_ylabel("query (tokens)")
     return axes
 
 
@@ -169,7 +168,6 @@ def plot_attention(
     share = float((values * wanted).nansum() / values.nansum())
     names = {"all": "True attention", "kept": f"Kept: {share:.1%} of it", "left out": f"Left out: {share:.1%} of it"}
     axes.set_title(names[part], fontsize=11)
-    axes.set_ylabel("query (tokens)")
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02, shrink=0.8)
     bar.ax.tick_params(labelsize=8)
     bar.set_label("share of a row's attention", fontsize=8)
@@ -182,8 +180,7 @@ def _draw(axes: Axes, values: Any, size: tuple[int, int, int, int], colours: dic
     extent = (0, values.shape[1] * kv_block, values.shape[0] * q_block, 0)
     image = axes.imshow(values, interpolation="nearest", extent=extent, aspect="equal", **colours)
     axes.plot([kv_len - q_len, kv_len], [0, q_len], color=_EDGE, linewidth=0.4)
-    axes.set_xlabel("key (tokens)")
-    axes.set(xlim=(0, kv_len), ylim=(q_len, 0))
+    axes.set(xlabel="key (tokens)", ylabel="query (tokens)", xlim=(0, kv_len), ylim=(q_len, 0))
     axes.ticklabel_format(style="plain")
     axes.locator_params(nbins=5)
     return image

@@ -8,13 +8,7 @@ from typing import Any, TypeVar
 import transformers
 from torch import Tensor, nn
 from transformers import Pipeline, PreTrainedModel, masking_utils
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    or_masks,
-    packed_sequence_mask_function,
-    sliding_window_overlay,
-)
+from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
 from flexmask._torch import is_fake, is_traced
@@ -112,7 +106,7 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
         if _same(mask_function, expected):
             return True, window, None
         for ids in tensors:
-            packed = packed_sequence_mask_function(ids)
+            packed = masking_utils.packed_sequence_mask_function(ids)
             if _same(mask_function, and_masks(expected, packed)):
                 return True, window, ids
             if remap_positions is not None:

@@ -26,11 +26,7 @@ def make_backend(runner: Any) -> Any:
     options, and for servers and models that are not served.
     """
     import sglang
-    from sglang.srt.distributed.parallel_state import (
-        get_pp_group,
-        get_tensor_model_parallel_rank,
-        get_tensor_model_parallel_world_size,
-    )
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     server, model = resolved(runner.server_args), runner.model_config
@@ -47,14 +43,14 @@ def make_backend(runner: Any) -> Any:
         _log.warning("%s", warning)
     if options.kernel not in KERNELS_RUN:
         _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
-    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     engine = SGLangEngine(runner, options, rank, ranks)
     engine.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
         return others
     tell_requests(engine.chosen)
     # every stage of pipeline parallelism sees every token
-    if rank == 0 and get_pp_group().is_first_rank and server.enable_metrics:
+    if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()
     return sparse(others, runner, engine)
 

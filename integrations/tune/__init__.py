@@ -125,8 +125,8 @@ def tune(
         "errors": "of the loss" if gradient else "of the output",
     }
     measured = MeasuredErrors.begin(chosen, len(prompts), None if resume is None else Path(resume), made_of)
-    dense = _measure(inner, prompts, base, measured, gradient, progress)
-    return result_of(base, measured, dense, density, error)
+    _measure(inner, prompts, base, measured, gradient, progress)
+    return result_of(base, measured, density, error)
 
 
 def _measure(
@@ -136,12 +136,11 @@ def _measure(
     measured: MeasuredErrors,
     gradient: bool,
     progress: bool | Callable[[int, int], None],
-) -> dict[int, str]:
-    """Fill `measured`; return why layers stay dense."""
-    layers = getattr(text_config(model), "num_hidden_layers", 0)
-    done = sum(len(layers_done) for layers_done in measured.by_prompt)
-    total, shown = len(prompts) * layers, progress is True
-    with logging.tqdm(total=total, initial=done, desc="tune: layers", leave=False, disable=not shown) as bar:
+) -> None:
+    """Fill `measured`."""
+    total = len(prompts) * getattr(text_config(model), "num_hidden_layers", 0)
+    done = sum(map(len, measured.by_prompt))
+    with logging.tqdm(total=total, initial=done, desc="tune: layers", leave=False, disable=progress is not True) as bar:
 
         def advance() -> None:
             nonlocal done
@@ -170,7 +169,6 @@ def _measure(
                 raise ValueError(f"model must have a layer to tune; got {type(model).__name__}: {why}")
             measured.complete[number] = True
             measured.save()
-    return dict(sorted(measured.dense.items()))
 
 
 def _checked_gammas(gammas: Any) -> tuple[float, ...]:

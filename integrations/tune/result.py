@@ -58,12 +58,10 @@ class TuneResult:
     def at(self, *, density: float | None = None, error: float | None = None) -> TuneResult:
         """The result for another target from the same measurements; arguments as in `tune`."""
         check_target(density, error)
-        return result_of(self.settings, self._measured, self.dense, density, error)
+        return result_of(self.settings, self._measured, density, error)
 
 
-def result_of(
-    base: PrefillSettings, measured: MeasuredErrors, dense: dict[int, str], density: float | None, error: float | None
-) -> TuneResult:
+def result_of(base: PrefillSettings, measured: MeasuredErrors, density: float | None, error: float | None) -> TuneResult:
     """The gammas for one target; `base` holds the other options."""
     heads = measured.choices()
     allocation = allocate(list(heads.values()))
@@ -88,6 +86,7 @@ def result_of(
         (gamma, sum(head[i].blocks for head in all_choices), sum(head[i].error for head in all_choices) / len(heads))
         for i, gamma in enumerate(measured.gammas)
     )
+    dense = dict(sorted(measured.dense.items()))
     return TuneResult(settings, *allocation.curve[steps], allocation.curve, uniform, dense, chosen, measured)
 
 
