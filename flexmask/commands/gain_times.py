@@ -35,11 +35,8 @@ if TYPE_CHECKING:
 ROUNDS = 3
 # expected seconds of a dense call, above which fewer heads are timed
 _LONGEST = 5.0
-_SDPA = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "FlashAttention 2": SDPBackend.FLASH_ATTENTION,
-    "memory-efficient SDPA": SDPBackend.EFFICIENT_ATTENTION,
-}
+_SDPA = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
+_SDPA["memory-efficient SDPA"] = SDPBackend.EFFICIENT_ATTENTION
 # of the product that gives the speed of the other layers
 _MATMUL_ROWS = 4096
 
@@ -66,20 +63,14 @@ class Times:
         dense, selection, sparse = float(np.median(self.dense)), float(np.median(self.selection)), []
         for density, by_round in zip(self.density, self.attention, strict=True):
             attention, ratios = float(np.median(by_round)), (rest + self.dense) / (rest + self.selection + by_round)
-            sparse.append(
-                {
-                    "density": float(density),
-                    "selection_seconds": selection,
-                    "attention_seconds": attention,
-                    "first_token_seconds": rest + selection + attention,
-                    "attention_ratio": dense / (selection + attention),
-                    "first_token_ratio": (rest + dense) / (rest + selection + attention),
-                    "first_token_ratios": [float(ratios.min()), float(ratios.max())],
-                }
-            )
+            first = rest + selection + attention
+            seconds = {"selection_seconds": selection, "attention_seconds": attention, "first_token_seconds": first}
+            of_dense = {"attention_ratio": dense / (selection + attention), "first_token_ratio": (rest + dense) / first}
+            extremes = {"first_token_ratios": [float(ratios.min()), float(ratios.max())]}
+            sparse.append({"density": float(density), **seconds, **of_dense, **extremes})
         kernel = ", ".join(sorted(self.kernels))
-        of_dense = {"kernel": kernel, "attention_seconds": dense, "first_token_seconds": rest + dense}
-        return {"rest_seconds": rest, "dense": of_dense, "sparse": sparse}
+        whole = {"kernel": kernel, "attention_seconds": dense, "first_token_seconds": rest + dense}
+        return {"rest_seconds": rest, "dense": whole, "sparse": sparse}
 
 
 def wait(device: torch.device) -> None:

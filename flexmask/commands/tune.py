@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,11 +96,9 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     what = "squared change of the loss that heads cause" if document["gradient"] else "relative squared error of head outputs"
     output.table(["settings", "density", "error"], rows, f"Density, and the {what}; means over heads")
     output.line()
-    layers: dict[int, list[dict[str, Any]]] = {}
-    for row in document["heads"]:
-        layers.setdefault(row["layer"], []).append(row)
     by_layer = []
-    for layer, heads in layers.items():
+    for layer, group in groupby(document["heads"], key=itemgetter("layer")):
+        heads = list(group)
         gammas = sorted(head["gamma"] for head in heads)
         density, error = (sum(head[name] for head in heads) / len(heads) for name in ("density", "error"))
         by_layer.append([layer, gammas[0], gammas[len(gammas) // 2], gammas[-1], f"{density:.1%}", error])

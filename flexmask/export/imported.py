@@ -80,9 +80,8 @@ def from_block_map(
 
     tokens = token_validity(q_len, kv_len, offset, attention_mask, keep)
     seen = block_visibility(tokens, block_size, window)
-    _refuse_first(
-        keep & ~seen.visible[:, None], "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees"
-    )
+    unseen = keep & ~seen.visible[:, None]
+    _refuse_first(unseen, "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees")
     kv_block = torch.arange(blocks[1], device=keep.device)
     first, last = seen.first_row_block.unsqueeze(-1), seen.last_row_block.unsqueeze(-1)
     diagonal = (((kv_block == first) | (kv_block == last)) & seen.visible)[:, None]
@@ -140,14 +139,12 @@ def from_index_list(
             f"{tuple(indices.shape)} and {tuple(counts.shape)}"
         )
     most, entries = num_blocks(kv_len, block_size), indices.shape[-1]
-    _refuse_first(
-        (counts < 0) | (counts > entries), f"counts for query block {{2}} of head {{1}}, prompt {{0}}, outside 0 to {entries}"
-    )
+    wrong = (counts < 0) | (counts > entries)
+    _refuse_first(wrong, f"counts for query block {{2}} of head {{1}}, prompt {{0}}, outside 0 to {entries}")
     counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
     outside = counted & ((indices < 0) | (indices >= most))
-    _refuse_first(
-        outside, f"lists, as entry {{3}} for query block {{2}} of head {{1}}, prompt {{0}}, a key block outside 0 to {most - 1}"
-    )
+    where = "as entry {3} for query block {2} of head {1}, prompt {0}"
+    _refuse_first(outside, f"lists, {where}, a key block outside 0 to {most - 1}")
     column = torch.where(counted, indices.long(), most)
     times = torch.zeros((*counts.shape, most + 1), dtype=torch.int32, device=indices.device)
     times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :most]
@@ -163,9 +160,10 @@ def _check_lengths(q_len: int, kv_len: int, block_size: int, window: int | None,
         check_count(name, number, 1, "tokens")
     if q_len > kv_len:
         raise ValueError(f"q_len must be at most kv_len = {kv_len}; got {q_len}")
-    if q_offset is not None:
-        check_int("q_offset", q_offset)
-    if q_offset is not None and not 0 <= q_offset <= kv_len - q_len:
+    if q_offset is None:
+        return
+    check_int("q_offset", q_offset)
+    if not 0 <= q_offset <= kv_len - q_len:
         raise ValueError(f"q_offset must be from 0 to kv_len - q_len = {kv_len - q_len}; got {q_offset}")
 
 
