@@ -16,8 +16,7 @@ from flexmask.commands.options import Common, Model, Named, model_named, with_co
 from flexmask.commands.output import Output
 
 Number = TypeVar("Number", int, float)
-# ratio of times to first token that counts as a gain
-LEAST_GAIN = 1.05
+LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
 # default tokens
 _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 

@@ -32,8 +32,7 @@ from flexmask.settings import PrefillSettings
 # experts per token, and all experts
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# log-probabilities at a time in float32
-_AT_ONCE = 256
+_AT_ONCE = 256  # log-probabilities at a time in float32
 
 
 def of_config(

@@ -31,14 +31,12 @@ from flexmask.settings import PrefillSettings
 if TYPE_CHECKING:
     from flexmask.integrations.huggingface.layer_plan import PlannedLayer
 
-# timed runs of each call, in turns: one slow moment of the machine then meets all of them
-ROUNDS = 3
+ROUNDS = 3  # timed runs of each call, in turns: one slow moment of the machine then meets all of them
 # expected seconds of a dense call, above which fewer heads are timed
 _LONGEST = 5.0
 _SDPA = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention 2": SDPBackend.FLASH_ATTENTION}
 _SDPA["memory-efficient SDPA"] = SDPBackend.EFFICIENT_ATTENTION
-# of the product that gives the speed of the other layers
-_MATMUL_ROWS = 4096
+_MATMUL_ROWS = 4096  # of the product that gives the speed of the other layers
 
 
 class Times:

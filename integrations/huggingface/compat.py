@@ -16,15 +16,13 @@ from flexmask._torch import is_fake, is_traced
 _Kind = TypeVar("_Kind")
 _AND, _OR = and_masks().__code__, or_masks().__code__
 
-# of the attention, in transformers
-NAME = "flexmask"
+NAME = "flexmask"  # of the attention, in transformers
 SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 # wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
 # joins groups of tokens that see one another, as an image's; absent from older releases
 group_function = getattr(masking_utils, "blockwise_overlay", None)
-# some models build 4-D masks that bypass the mask interface
-MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")
+MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")  # some models build 4-D masks that bypass the mask interface
 
 
 def refusal(what: str, instead: str) -> NotImplementedError:

@@ -28,8 +28,7 @@ from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexmask_layer_plan"
-# tokens, enough for models that add a key per some of them
-_READ = 256
+_READ = 256  # tokens, enough for models that add a key per some of them
 
 
 class PlannedLayer(NamedTuple):

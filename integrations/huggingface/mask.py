@@ -35,8 +35,7 @@ class PrefillPass:
 
     def __init__(self) -> None:
         self._served = False
-        # weak: a run keeps its latest prefill, and a scope its model
-        self._scope: ReferenceType[Scope] | None = None
+        self._scope: ReferenceType[Scope] | None = None  # weak: a run keeps its latest prefill, and a scope its model
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefillPass, ()

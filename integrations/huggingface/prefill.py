@@ -146,8 +146,7 @@ class sparse_prefill(ContextDecorator):
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
-        # scopes entered without an exit
-        self._by_hand: dict[Scope, _Exit] = {}
+        self._by_hand: dict[Scope, _Exit] = {}  # scopes entered without an exit
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:

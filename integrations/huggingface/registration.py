@@ -186,8 +186,7 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
 _number_within: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_of_module)
 _number_within_sdpa: Callable[[type], int] = torch.compiler.assume_constant_result(_of_sdpa)
 _STOCK = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-# `attention` inside other libraries' wrappers, by number; 0: without any
-_WITHIN: dict[int, Any] = {0: attention}
+_WITHIN: dict[int, Any] = {0: attention}  # `attention` inside other libraries' wrappers, by number; 0: without any
 _new_numbers = itertools.count(1)
 # by the ids of functions, which are kept here: a freed id would come again
 _numbered: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}

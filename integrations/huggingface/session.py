@@ -147,8 +147,7 @@ class Scope:
             remove_hook(base, _note_forward)
 
 
-# per process: scopes of which something may be switched
-_scopes: tuple[Scope, ...] = ()
+_scopes: tuple[Scope, ...] = ()  # per process: scopes of which something may be switched
 
 
 def sweep() -> bool:

@@ -30,8 +30,7 @@ RULE = (
     "lowest coverage, where the method computes it."
 )
 NAMED = "named"
-# an inspection warns if the last quarter holds this much less of its attention than the first
-MOST_LOST = 0.1
+MOST_LOST = 0.1  # an inspection warns if the last quarter holds this much less of its attention than the first
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from flexmask.plot import plot_attention, plot_density
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# of the prompt, at its beginning and at its end
-_MOST_CHARACTERS = 400
+_MOST_CHARACTERS = 400  # of the prompt, at its beginning and at its end
 
 
 def write_report(inspection: Inspection, folder: str | Path, *, model: str | None = None, prompt: str = "") -> Path:

@@ -25,8 +25,7 @@ from flexmask.stats import SelectionStats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# per layer; a call of 32 heads takes 4.8 kB on the host and 4 kB on a GPU: 150 MB for 32 layers
-MAX_CALLS = 512
+MAX_CALLS = 512  # per layer; a call of 32 heads takes 4.8 kB on the host and 4 kB on a GPU: 150 MB for 32 layers
 
 
 @dataclass(eq=False, repr=False)
@@ -62,10 +61,8 @@ class PrefillRun:
     _sparse: set[int] = field(default_factory=set)
     _dense: dict[str, set[int]] = field(default_factory=dict)
     _ran: bool = False
-    # sums over dropped calls
-    _dropped: dict[int, LayerTotals] = field(default_factory=dict)
-    # several threads may run one model in one block
-    _lock: Any = field(default_factory=threading.RLock)
+    _dropped: dict[int, LayerTotals] = field(default_factory=dict)  # sums over dropped calls
+    _lock: Any = field(default_factory=threading.RLock)  # several threads may run one model in one block
 
     def __post_init__(self) -> None:
         self.max_calls = plain_number(self.max_calls)

@@ -18,8 +18,7 @@ from flexmask.settings import PrefillSettings
 from flexmask.stats import DTYPES, SelectionStats
 
 _FORMAT = "flexmask run 5"
-# 512 calls in each of 128 layers of 128 heads are 0.9 GB
-_MOST_BYTES = 2**30
+_MOST_BYTES = 2**30  # 512 calls in each of 128 layers of 128 heads are 0.9 GB
 
 
 class SavedRun(NamedTuple):

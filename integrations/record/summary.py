@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 from flexmask.integrations.record.calls import HeadSums, LayerTotals, on_host
 
-# heads whose kept blocks hold less of some rows' attention are named
-LOW_COVERAGE = 0.25
-# in the text
-MOST_LOW_HEADS = 8
+LOW_COVERAGE = 0.25  # heads whose kept blocks hold less of some rows' attention are named
+MOST_LOW_HEADS = 8  # in the text
 
 
 class LowHead(NamedTuple):

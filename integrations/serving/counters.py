@@ -15,8 +15,7 @@ from flexmask.integrations.record.summary import summary_of
 from flexmask.stats import SelectionStats
 
 IN_EVERY_STEP = ("density",)
-IN_SOME_STEPS = (*IN_EVERY_STEP, "coverage", "least_row_coverage")
-"""Statistics of the first sparse step after each log"""
+IN_SOME_STEPS = (*IN_EVERY_STEP, "coverage", "least_row_coverage")  # statistics of the first sparse step after each log
 
 
 class Counters:
@@ -34,8 +33,7 @@ class Counters:
         self._log_every = 0.0
         self._logged = time.monotonic()
         self._warned: set[str] = set()
-        # by layer, of the steps in which heads are looked at
-        self._heads: dict[int, LayerTotals] = {}
+        self._heads: dict[int, LayerTotals] = {}  # by layer, of the steps in which heads are looked at
         self._looks_next, self._looks = True, False
 
     def reset(self) -> None:

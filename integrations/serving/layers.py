@@ -17,8 +17,7 @@ from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, check_heads
 from flexmask.stats import SelectionStats
 
-# rows and tokens of a chunk that every method must serve
-_CHUNK = (400, 1000)
+_CHUNK = (400, 1000)  # rows and tokens of a chunk that every method must serve
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,10 +12,8 @@ from flexmask.found_settings import found_settings
 from flexmask.settings import PrefillSettings
 
 _FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
-# of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)
-LEAST_ROWS = 1024
-# of a request's options
-_PREFIX = "flexmask_"
+LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)
+_PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
 # what an engine's front end has read of them, among the parameters that it hands on; a request that sends this name is refused
 _READ = "flexmask_read"

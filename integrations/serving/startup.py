@@ -15,12 +15,9 @@ from flexmask.integrations.serving.options import ServingOptions
 from flexmask.warming import MANY_BLOCKS
 
 Size = tuple[int, int]
-# tokens, as in flexmask.warmup; the second length makes sizes dynamic
-_LENGTHS = (1100, 2300)
-# rows; FlexAttention compiles shorter calls separately
-_SHORT = 128
-# lengths tried for the number of heads per mask
-_STEPS = 64
+_LENGTHS = (1100, 2300)  # tokens, as in flexmask.warmup; the second length makes sizes dynamic
+_SHORT = 128  # rows; FlexAttention compiles shorter calls separately
+_STEPS = 64  # lengths tried for the number of heads per mask
 
 
 def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:

@@ -69,10 +69,8 @@ class SGLangEngine(Engine):
         super().__init__(options, _log)
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self.chosen: dict[str, RequestOptions] = {}
-        """Options of the requests of a batch that have some, by id"""
-        self.planned: StepPlan | None = None
-        """Of a step that is counted: dummy ones, before the first request, are not"""
+        self.chosen: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
+        self.planned: StepPlan | None = None  # of a step that is counted: dummy ones, before the first request, are not
         # of newer releases: it makes the plan of a batch's slots, which stock kernels read
         self._translator = getattr(runner, "kv_index_translator", None)
         self._is_first = rank == 0

@@ -9,8 +9,7 @@ import torch
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.settings import PrefillSettings
 
-# pools of keys and values that are written and read row by row
-POOLS = ("MHATokenToKVPool",)
+POOLS = ("MHATokenToKVPool",)  # pools of keys and values that are written and read row by row
 # a pool of the attention layers, of such a kind, beside those that keep a state
 MIXTURES = ("HybridLinearKVPool",)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -9,11 +9,9 @@ from typing import Any
 
 from flexmask.integrations.serving.options import ServingOptions, read_options
 
-NAME = "flexmask"
-"""The backend's name in SGLang's arguments"""
+NAME = "flexmask"  # the backend's name in SGLang's arguments
 VARIABLE = "FLEXMASK_SGLANG"
-KERNELS = ("fa3", "flashinfer", "triton", "torch_native")
-"""SGLang's backends that may serve everything else"""
+KERNELS = ("fa3", "flashinfer", "triton", "torch_native")  # SGLang's backends that may serve everything else
 KERNELS_RUN = ("fa3", "triton", "torch_native")
 """The backends that the plug-in was run with: the first two on one H200, the last on CPUs"""
 

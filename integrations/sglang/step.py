@@ -12,8 +12,7 @@ from torch import Tensor
 
 from flexmask.integrations.serving.plan import StepPlan
 
-PROMPTS = ("EXTEND", "MIXED")
-"""SGLang's names of steps whose long requests run sparse"""
+PROMPTS = ("EXTEND", "MIXED")  # SGLang's names of steps whose long requests run sparse
 # what a batch may hold that makes rows see other keys than those before them, or pages of other ranks, or other slots than the
 # pool's: such a step runs stock
 STOCK_FIELDS = (
@@ -24,8 +23,7 @@ STOCK_FIELDS = (
 _TENSORS = ("req_pool_indices", "seq_lens", "orig_seq_lens", "extend_seq_lens", "extend_prefix_lens")
 _HOST_TENSORS = ("seq_lens_cpu",)
 _LISTS = ("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_logprob_start_lens_cpu")
-# one a row
-_ROWS = ("input_ids", "positions", "out_cache_loc")
+_ROWS = ("input_ids", "positions", "out_cache_loc")  # one a row
 
 
 class Step(NamedTuple):

@@ -20,8 +20,7 @@ from flexmask.precision import without_tf32
 from flexmask.select import select_blocks
 from flexmask.selector import CallSelector, Selector
 
-# largest score of a block that a row does not see; finite, for differences
-_UNSEEN = -1e30
+_UNSEEN = -1e30  # largest score of a block that a row does not see; finite, for differences
 
 
 class HeadErrors(NamedTuple):

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.session import Scope, remove_hook
 
-# tokens: their logits are the largest tensor of a long prompt
-MOST_SCORED = 4096
+MOST_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
 
 
 def backward_through_loss(scope: Scope, prompt: Tensor, between: Callable[[], None]) -> None:

@@ -29,8 +29,7 @@ class SparsePrefillBuilder:
 
     # the parts of the metadata would keep the old block table
     supports_update_block_table = False
-    # this class, not one that vLLM derives from it
-    flexmask_own: type | None = None
+    flexmask_own: type | None = None  # this class, not one that vLLM derives from it
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **options: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)  # type: ignore[call-arg]  # of the stock builder

@@ -23,8 +23,7 @@ DRAFT = "a draft model's"
 DERIVED = "its backend shows layers other requests"
 KEY = "flexmask"
 CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
-KERNELS = ("FLASH_ATTN", "TRITON_ATTN")
-"""vLLM's backends for everything that is not sparse; the first is the default."""
+KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that is not sparse; the first is the default
 
 
 class VLLMEngine(Engine):
@@ -46,8 +45,7 @@ class VLLMEngine(Engine):
         self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self.chosen: list[RequestOptions | None] = []
-        """Options of the requests of a step, in its order"""
+        self.chosen: list[RequestOptions | None] = []  # options of the requests of a step, in its order
         self._chosen: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._prepared = False
 

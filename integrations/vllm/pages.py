@@ -77,10 +77,8 @@ def in_fp8(numbers: Tensor, cache: str) -> Tensor:
     return numbers if numbers.is_floating_point() else numbers.view(FP8_CACHES[cache])
 
 
-# of the element numbers, whose digits are exact in every cache dtype
-_BASE = 8
-# of keys and values, (tokens, 1, head_dim) each, into a cache of one page
-Write = Callable[[Tensor, Tensor, Tensor], None]
+_BASE = 8  # of the element numbers, whose digits are exact in every cache dtype
+Write = Callable[[Tensor, Tensor, Tensor], None]  # of keys and values, (tokens, 1, head_dim) each, into a cache of one page
 
 
 class ReadsCPUCache:

@@ -44,8 +44,7 @@ _LATENT_ARGUMENTS = {"kv_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_
 # of a step
 _FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling"}
 _FIELDS |= {"mm_req_doc_ranges"}
-# of a step with latent attention
-_LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}
+_LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}  # of a step with latent attention
 # of a layer with an FP8 cache
 _SCALES = {"_q_scale", "_k_scale", "_v_scale"}
 _MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
