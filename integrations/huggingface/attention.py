@@ -75,10 +75,7 @@ def serve(
 
 
 def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
-    """A module's call under the settings of the scope that serves it, else of the process or the config.
-
-    `tokens` and `prefill` are `PrefillMask.tokens` and `PrefillMask.prefill`.
-    """
+    """A module's call under the settings of the scope that serves it, else of the process or the config."""
     scope, num_heads = scope_of(module), inputs.query.shape[1]
     if prefill is not None:
         scope = prefill.scope(scope)

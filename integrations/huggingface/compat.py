@@ -79,11 +79,8 @@ def check_in_one_process(model: PreTrainedModel, function: str) -> None:
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
-    """Number of query rows of a mask, and the position of the first (`cache_position` before transformers 5.4).
-
-    A tensor is cloned: the cache may advance its own before attention runs.
-    """
-    positions = arguments.get("cache_position")
+    """Number of query rows of a mask, and the position of the first, cloned: the cache may advance its own before attention."""
+    positions = arguments.get("cache_position")  # before transformers 5.4
     length, offset = (
         (positions.shape[0], positions[0]) if positions is not None else (arguments["q_length"], arguments["q_offset"])
     )

@@ -179,10 +179,7 @@ def prefill_mask(
     config: Any = None,
     **arguments: Any,
 ) -> PrefillMask | Tensor | None:
-    """The mask function of transformers. A single row, of decoding, gets SDPA's mask.
-
-    Raises ValueError for an `attention_mask` that ends before the last query row.
-    """
+    """The mask function of transformers, a single row SDPA's; ValueError if `attention_mask` ends before the last query row."""
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
         keys = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}

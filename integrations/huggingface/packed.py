@@ -16,12 +16,8 @@ Segments = tuple[Segment, ...]
 
 
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
-    """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None where each row is one sequence.
-
-    Waits for the device once per forward, as transformers does from release 5 on. Fake ids, which nobody can read, count as one
-    sequence: the shapes are the same.
-    """
-    if is_fake(ids):
+    """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None where each row is one. Waits."""
+    if is_fake(ids):  # the shapes are the same
         return None
     length = ids.shape[1]
     begins = (ids[:, 1:] != ids[:, :-1]).cpu()

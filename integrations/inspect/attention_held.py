@@ -51,8 +51,7 @@ class HeldAttention:
 def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int = _MOST_SCORES) -> Tensor:
     """Mean attention of each query block's valid rows to each key block, (num_q_blocks, num_kv_blocks) float32 on the CPU.
 
-    `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1. Computes
-    `most_scores` scores at once, or one row's.
+    `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1.
     """
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()

@@ -102,18 +102,15 @@ def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
 
 @dataclass
 class LayerTotals:
-    """Sums over calls of one layer; those of sparse calls stay on their device until read.
-
-    `heads` counts heads of all batch rows in sparse calls, `pairs` causal query-key pairs; `sums` holds the fields of `HeadSums`.
-    """
+    """Sums over calls of one layer; those of sparse calls stay on their device until read."""
 
     calls: int = 0
     dense_calls: int = 0
-    heads: int = 0
-    pairs: float = 0.0
+    heads: int = 0  # of all batch rows in sparse calls
+    pairs: float = 0.0  # causal, of query and key
     dense_pairs: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
-    sums: Tensor | None = None
+    sums: Tensor | None = None  # the fields of `HeadSums`
     # by head, over calls, batch rows and query blocks: the least share of its rows' attention that was kept; inf if never known
     held: Tensor | None = None
 

@@ -16,10 +16,7 @@ def release_of(version: str, length: int) -> tuple[int, ...]:
 
 
 def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], faults: list[str]) -> str | None:
-    """Refuse an engine with `faults` in its interfaces, and one older than the releases in `run`; ImportError says why.
-
-    Returns a warning for a newer release, None for one in `run`.
-    """
+    """Raise ImportError for `faults` in interfaces and for releases older than those in `run`; return a warning for newer."""
     release = release_of(version, len(max(run)))
     releases = ", ".join(".".join(map(str, known)) for known in sorted(run))
     start = f"flexmask was run with {engine} {releases}; got {version}"

@@ -37,10 +37,7 @@ def backends_of(server_args: Any) -> tuple[str, str]:
 
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
-    """Read the options from the variable, which holds JSON or the path of a JSON file; see `read_options`.
-
-    `kernel` is SGLang's name of the backend for everything else, unless the options name one.
-    """
+    """`read_options` of the variable, JSON or the path of a JSON file; they may name another `kernel` for everything else."""
     return read_options(_given(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
 
 

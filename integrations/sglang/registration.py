@@ -12,10 +12,7 @@ from flexmask.integrations.sglang.options import KERNELS, NAME, backends_of, res
 
 
 def register() -> None:
-    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill; SGLang calls this in each of its processes.
-
-    Releases are checked when the backend is made: without it, any SGLang starts as ever.
-    """
+    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in each of SGLang's processes, of whatever release."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

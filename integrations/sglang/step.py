@@ -85,10 +85,7 @@ def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
 
 
 def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor | None:
-    """Slots of a request's first `tokens` tokens, (tokens,) int64, without waiting for the device; None of none.
-
-    `req_to_token` is SGLang's table, (requests, tokens); `req_pool_indices` the row in it of each request of the batch.
-    """
+    """Slots of a request's first `tokens` tokens in SGLang's table, (tokens,) int64, without waiting; None of none."""
     if tokens == 0:
         return None
     return req_to_token[:, :tokens].index_select(0, req_pool_indices[request : request + 1].long())[0].long()

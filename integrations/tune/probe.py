@@ -15,10 +15,7 @@ from flexmask.integrations.tune.measured import MeasuredErrors
 
 
 class HeadProbe:
-    """Serves the calls of dense prefills and measures their heads.
-
-    With `gradient` the calls keep their outputs, and `weigh` measures after the backward pass.
-    """
+    """Serves the calls of dense prefills and measures their heads; with `gradient` after the backward pass, in `weigh`."""
 
     def __init__(self, measured: MeasuredErrors, advance: Callable[[], None], gradient: bool) -> None:
         self.measured, self.advance, self.gradient = measured, advance, gradient

@@ -137,10 +137,7 @@ _LATEST: list[VLLMEngine] = []
 
 
 def engine_of(vllm_config: Any) -> VLLMEngine:
-    """The engine of a configuration, made at the first call.
-
-    A draft model copies the configuration but shares the registry of layers, which identifies an engine.
-    """
+    """The engine of a configuration, made at the first call; a draft's copy shares the registry of layers, its identity."""
     with _LOCK:
         engine = made_engine(vllm_config)
         if engine is None:

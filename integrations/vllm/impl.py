@@ -116,10 +116,7 @@ class SparsePrefillImpl(FindsItsRole):
 
 
 class SparseLatentImpl(FindsItsRole):
-    """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention.
-
-    ``kv_b_proj`` turns latent rows into keys and values of every head. Decoding stays stock.
-    """
+    """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention."""
 
     def flexmask_prepare(self, device: torch.device) -> None:
         """Compile and make the largest call while memory is measured."""
@@ -159,6 +156,7 @@ class SparseLatentImpl(FindsItsRole):
             output[rows] = self._engine.attend_to(role, request, q[rows], *keys_and_values).flatten(1)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head from latent rows."""
         stock: Any = self
         nope, width = stock.qk_nope_head_dim, stock.v_head_dim
         by_head = stock.kv_b_proj(latent)[0].view(-1, stock.num_heads, nope + width).transpose(0, 1)

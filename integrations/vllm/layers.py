@@ -34,10 +34,7 @@ def role_of(
     rank: int = 0,
     ranks: int = 1,
 ) -> SparseLayer | str:
-    """The role of a layer on one rank of a tensor-parallel group.
-
-    `given` are the arguments of vLLM's implementation, `defaults` those of the others. Raises as `role_of_shape`.
-    """
+    """The role of a layer on one rank, by the arguments `given` to vLLM's implementation and its defaults. As `role_of_shape`."""
     reason = _reason_by_arguments(given, defaults, dtype)
     if number is None or reason is not None:
         return reason or "no layer number in its name"

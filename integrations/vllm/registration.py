@@ -20,10 +20,9 @@ _log = logging.getLogger("vllm.flexmask")
 
 
 def register() -> None:
-    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each of its processes.
+    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each of its processes, of whatever release.
 
-    FLEXMASK_VLLM_CPU=1 overrides the CPU backends, where vLLM ignores the choice. Releases are checked when the backend is first
-    used; without it, options of requests are ignored as any other of their extra arguments.
+    FLEXMASK_VLLM_CPU=1 overrides the CPU backends, where vLLM ignores the choice.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
