@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 def doctor(
     common: Common,
     named: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Also show the plan of each layer of this model.", show_default=False),
+        str | None, typer.Argument(metavar="MODEL", help="Also show the plan of each layer of this model.", show_default=False)
     ] = None,
     model: Model = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,

@@ -36,12 +36,7 @@ _AT_ONCE = 256  # log-probabilities at a time in float32
 
 
 def of_config(
-    config: Any,
-    chosen: PrefillSettings | None,
-    lengths: Sequence[int],
-    densities: Sequence[float],
-    zero: Tensor,
-    output: Output,
+    config: Any, chosen: PrefillSettings | None, lengths: Sequence[int], densities: Sequence[float], zero: Tensor, output: Output
 ) -> dict[str, Any]:
     """Expected times of each length over random blocks of each density, on the device and in the dtype of `zero`, 0-d."""
     text, rows = config.get_text_config(), []

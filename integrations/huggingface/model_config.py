@@ -40,10 +40,7 @@ def model_settings(
 
 
 def configure(
-    model: Any,
-    method: str | None = None,
-    settings: PrefillSettings | str | Path | None = None,
-    **options: Any,
+    model: Any, method: str | None = None, settings: PrefillSettings | str | Path | None = None, **options: Any
 ) -> PrefillSettings:
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
 

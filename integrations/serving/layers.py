@@ -103,12 +103,7 @@ def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: 
 
 
 def attend(
-    layer: SparseLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None = None,
-    statistics: tuple[str, ...] = (),
+    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = ()
 ) -> tuple[Tensor, SelectionStats | None]:
     """Causal attention of a chunk whose last row stands at the last key, at any length, and the statistics of these names.
 

@@ -32,11 +32,7 @@ class HeadErrors(NamedTuple):
 
 
 def head_errors(
-    inputs: AttentionInputs,
-    selector: Selector,
-    gammas: Sequence[float],
-    max_mask_bytes: int,
-    gradient: Tensor | None = None,
+    inputs: AttentionInputs, selector: Selector, gammas: Sequence[float], max_mask_bytes: int, gradient: Tensor | None = None
 ) -> tuple[Tensor, HeadErrors]:
     """Dense attention of a whole prompt in query's dtype, and each head's density and error at each gamma.
 
