@@ -15,9 +15,8 @@ from flexmask.commands.options import Common, Model, model_named, with_common
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
-    from flexmask.environment import FlashReport, Problem
+    from flexmask.environment import Problem
     from flexmask.integrations.huggingface.layer_plan import PlannedLayer
-    from flexmask.self_test import SelfTest
     from flexmask.settings import PrefillSettings
 
 
@@ -61,10 +60,8 @@ def doctor(
     _show_machine(output, document)
     bad = any(problem.severity == "error" for problem in known)
     if not skip_self_test:
-        tests = _tested(output, where)
-        document["self_test"] = [test._asdict() | {"passed": test.passed} for test in tests]
-        document["flash"] = [feature._asdict() for feature in _flash_checked(output, where)]
-        bad = bad or not all(test.passed for test in tests)
+        document |= _tested(output, where)
+        bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
         plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
@@ -94,10 +91,11 @@ def _of_the_adapter(version: str | None, needed: bool) -> list[Problem]:
     return []
 
 
-def _tested(output: Output, device: str) -> list[SelfTest]:
+def _tested(output: Output, device: str) -> dict[str, Any]:
+    """Run and show the self-test, and the check of FLASH's features where FLASH can run."""
+    from flexmask.environment import flash_can_run, flash_features
     from flexmask.self_test import self_test
 
-    # the time on two CPU cores
     with output.progress("self-test, which compiles attention: half a minute the first time (--skip-self-test: none)"):
         tests = list(self_test(device))
     rows = []
@@ -109,23 +107,18 @@ def _tested(output: Output, device: str) -> list[SelfTest]:
     columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
-    return tests
-
-
-def _flash_checked(output: Output, device: str) -> list[FlashReport]:
-    from flexmask.environment import flash_can_run, flash_features
-
-    if not flash_can_run(device):
-        return []
-    with output.progress("FLASH: compiling and checking"):
-        features = flash_features(device)
-    rows = []
-    for feature in features:
-        lse = "" if feature.lse_factor is None else f"times {feature.lse_factor:.4g}"
-        rows.append([feature.feature, feature.served, lse, f"{feature.seconds:.0f} s", feature.reason])
-    output.line()
-    output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
-    return features
+    features = []
+    if flash_can_run(device):
+        with output.progress("FLASH: compiling and checking"):
+            features = flash_features(device)
+        rows = []
+        for feature in features:
+            lse = "" if feature.lse_factor is None else f"times {feature.lse_factor:.4g}"
+            rows.append([feature.feature, feature.served, lse, f"{feature.seconds:.0f} s", feature.reason])
+        output.line()
+        output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
+    shown = [test._asdict() | {"passed": test.passed} for test in tests]
+    return {"self_test": shown, "flash": [feature._asdict() for feature in features]}
 
 
 def _planned(
