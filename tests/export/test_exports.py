@@ -9,12 +9,7 @@ from flexmask.block_masks import causal_mask
 from flexmask.export import to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
 from tests.export.selections import LONG, SHAPES, drawn
 
-GEOMETRIES = {
-    "causal": {},
-    "window": {"window": 20},
-    "padded": {"padded": True, "batch": 2},
-    "empty heads": {"empty": (0, 2)},
-}
+GEOMETRIES = {"causal": {}, "window": {"window": 20}, "padded": {"padded": True, "batch": 2}, "empty heads": {"empty": (0, 2)}}
 ALL = [
     pytest.param(shape, geometry, id=f"{name}, {kind}") for name, shape in SHAPES.items() for kind, geometry in GEOMETRIES.items()
 ]

@@ -58,11 +58,7 @@ def refusal(cell: Cell) -> tuple[str, type[Exception], str] | None:
     if not FAMILIES[cell.family].available:
         return "no such family in this release", AttributeError, cell.family
     if RELEASE < (4, 57) and cell.family == "Qwen3Moe" and (cell.cache, cell.call) == ("static", "generate"):
-        return (
-            "generate has no static cache for it in this release",
-            ValueError,
-            "does not support .*'static'",
-        )
+        return ("generate has no static cache for it in this release", ValueError, "does not support .*'static'")
     if RELEASE == (5, 0) and (cell.prefill, cell.call) == ("chunked", "generate"):
         if cell.cache == "dynamic":
             return "generate makes no cache for chunks in this release", ValueError, "Cannot use prefill chunking without a cache"

@@ -111,11 +111,7 @@ def for_all(wrap):
         AttentionInterface.register("flexmask", wrap(AttentionInterface()["flexmask"]))
 
 
-PLACES = {
-    "every name": in_models,
-    "SDPA": lambda wrap: in_models(wrap, ["sdpa"]),
-    "registered": for_all,
-}
+PLACES = {"every name": in_models, "SDPA": lambda wrap: in_models(wrap, ["sdpa"]), "registered": for_all}
 
 
 def two_steps(model, tokens):

@@ -130,12 +130,7 @@ def test_greedy_equals_brute_force(seed):
 
 
 def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
-    head = [
-        AtGamma(0.5, 0.2, 0.3),
-        AtGamma(0.9, 1.0, 0.1),
-        AtGamma(0.95, 1.0, 0.0),
-        AtGamma(1.0, 1.0, 0.0),
-    ]
+    head = [AtGamma(0.5, 0.2, 0.3), AtGamma(0.9, 1.0, 0.1), AtGamma(0.95, 1.0, 0.0), AtGamma(1.0, 1.0, 0.0)]
     way = allocate([head])
     assert way.highest == (head[3],)
     assert way.steps == ((pytest.approx(0.375), 0, head[0]),)

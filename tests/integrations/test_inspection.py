@@ -101,12 +101,7 @@ VS = "vertical-slash"
 
 def test_heads_by_rule_follow_their_rule():
     found = heads_by_rule(rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], [VS] * 5 + ["dense"]))
-    assert found == {
-        (0, 1): "lowest density",
-        (0, 0): "median density",
-        (1, 0): "highest density",
-        (1, 1): "lowest coverage",
-    }
+    assert found == {(0, 1): "lowest density", (0, 0): "median density", (1, 0): "highest density", (1, 1): "lowest coverage"}
     # one head may be shown for several reasons
     found = heads_by_rule(rows([0.2, 0.4, 0.4, 0.6], [0.5, 0.9, 0.9, 0.9], [VS] * 4))
     assert found == {(0, 0): "lowest density, lowest coverage", (1, 0): "median density", (1, 1): "highest density"}

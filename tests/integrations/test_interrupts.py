@@ -75,10 +75,7 @@ def next_prompt(model, ids, expected):
 @pytest.mark.usefixtures("_fast_collections")
 @pytest.mark.parametrize(
     ("call", "then"),
-    [
-        *((each, "a block") for each in CALLS),
-        *((each, "a prompt") for each in (entered, kept_by_the_program)),
-    ],
+    [*((each, "a block") for each in CALLS), *((each, "a prompt") for each in (entered, kept_by_the_program))],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_the_model_gets_its_own_back(model, prompt, call, then):

@@ -41,12 +41,7 @@ def test_method_gets_its_own_options_and_the_scores(model, tokens):
 
 
 def test_method_options_reach_the_method_and_are_saved(model, tokens):
-    options = {
-        "method": "minference",
-        "plan": [[30, 60]] * 3 + [[10**6, 0]],
-        "block_size": 32,
-        "dense_below": 0,
-    }
+    options = {"method": "minference", "plan": [[30, 60]] * 3 + [[10**6, 0]], "block_size": 32, "dense_below": 0}
     with flexmask_hf.sparse_prefill(model, **options, collect_masks=True, max_mask_bytes=1) as run:
         logits = model(tokens).logits
     kept = run.masks[0][0].to_dense()[0].sum((-2, -1))

@@ -17,13 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything kept": {**KEEP_ALL, "dense_below": 100, "gamma": 0.9, "min_budget": 10**6},
     "gamma 1": {**KEEP_ALL, "dense_below": 100},
     "sparse": {**SPARSE, "dense_below": 100},
-    "another method": {
-        "method": "streaming_llm",
-        "block_size": 32,
-        "dense_below": 100,
-        "sink_blocks": 1,
-        "window_blocks": 2,
-    },
+    "another method": {"method": "streaming_llm", "block_size": 32, "dense_below": 100, "sink_blocks": 1, "window_blocks": 2},
     "a dense layer": {**SPARSE, "dense_below": 100, "dense_layers": (0,)},
 }
 

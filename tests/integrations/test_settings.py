@@ -179,11 +179,7 @@ def test_settings_print_as_they_are_written():
     settings = PrefillSettings("flexprefill", gamma=[0.5, 1], dense_layers=[3, 1, 1], layers={2: {"tau": 0}})
     written = "PrefillSettings(method='flexprefill', layers={2: {'tau': 0}}, dense_layers=(1, 3), gamma=(0.5, 1))"
     assert repr(settings) == written and eval(written) == settings != PrefillSettings()
-    assert settings.with_fields(gamma=0.9, layers={}).to_dict() == {
-        "method": "flexprefill",
-        "dense_layers": [1, 3],
-        "gamma": 0.9,
-    }
+    assert settings.with_fields(gamma=0.9, layers={}).to_dict() == {"method": "flexprefill", "dense_layers": [1, 3], "gamma": 0.9}
 
 
 def test_an_unknown_keyword_is_told_all_that_there_are(model):

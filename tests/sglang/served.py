@@ -36,11 +36,7 @@ class Served:
         self.pool = self.make_pool(cache)
         self.requests = ReqToTokenPool(8, 2048, "cpu", False)
         self.runner = SimpleNamespace(
-            device="cpu",
-            dtype=torch.float32,
-            model=self.model,
-            token_to_kv_pool=self.pool,
-            req_to_token_pool=self.requests,
+            device="cpu", dtype=torch.float32, model=self.model, token_to_kv_pool=self.pool, req_to_token_pool=self.requests
         )
         self.backend = stock(self.runner)
         if settings is not None:
