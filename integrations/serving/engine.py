@@ -11,12 +11,10 @@ from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.counters import Counters
-from flexmask.integrations.serving.layers import SparseLayer, after_cached, attend
+from flexmask.integrations.serving.layers import SparseLayer, attend
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
-
-Scale = Tensor | float | None
 
 
 class Engine:
@@ -97,31 +95,13 @@ class Engine:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cached: tuple[Tensor | None, Tensor | None] = (None, None),
-        scales: tuple[Scale, Scale] = (None, None),
-        skipped: int = 0,
         sinks: Tensor | None = None,
         is_counted: bool = True,
     ) -> Tensor:
         """Attention of a request's chunk, (rows, num_heads, v_head_dim).
 
-        `query`, `key` and `value` are the chunk's, (rows, heads, dim); `cached` are keys and values of the tokens before it, as
-        `after_cached` takes them with `scales` and `skipped`.
+        `query` is (rows, num_heads, head_dim); `key` and `value` are those of all tokens so far, as `after_cached` makes them.
         """
-        keys, values = (after_cached(*parts, skipped) for parts in zip(cached, (key, value), scales, strict=True))
-        return self.attend_to(role, request, query, keys, values, sinks, is_counted)
-
-    def attend_to(
-        self,
-        role: SparseLayer,
-        request: SparseRequest,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None = None,
-        is_counted: bool = True,
-    ) -> Tensor:
-        """The same with keys and values of all tokens, contiguous (num_kv_heads, tokens, dim)."""
         statistics = self.counters.statistics if self.options.count_density else ()
         out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics)
         if stats is not None and is_counted:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, backends_of, resolved, serving_options
@@ -158,10 +158,10 @@ class SparsePrefill:
                 written = (x if scales is None else x.clone() for x in chunk[1:])
                 pool.set_kv_buffer(layer, forward_batch.out_cache_loc[rows_of_chunk], *written, *(scales or ()))
             reads = (pool.get_key_buffer, pool.get_value_buffer)
-            keys, values = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
-            by_head[rows_of_chunk] = engine.attend(
-                role, request, *chunk, (keys, values), scales or (None, None), is_counted=engine.planned is not None
-            )
+            cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
+            parts = zip(cached, chunk[1:], scales or (None, None), strict=True)
+            keys, values = (after_cached(*part) for part in parts)
+            by_head[rows_of_chunk] = engine.attend(role, request, chunk[0], keys, values, is_counted=engine.planned is not None)
         by_head[step.rows :] = 0  # padding
         return out
 

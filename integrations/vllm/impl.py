@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
-from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
@@ -106,8 +106,9 @@ class SparsePrefillImpl(FindsItsRole):
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.num_heads // role.num_kv_heads, 0)
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
-            chunk = (queries, key[rows], value[rows])
-            output[rows] = self._engine.attend(role, request, *chunk, cached, cache_scales, skipped, sinks)
+            parts = zip(cached, (key[rows], value[rows]), cache_scales, strict=True)
+            keys, values = (after_cached(*part, skipped) for part in parts)
+            output[rows] = self._engine.attend(role, request, queries, keys, values, sinks)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
@@ -153,7 +154,7 @@ class SparseLatentImpl(FindsItsRole):
                 cached = kv_c_and_k_pe_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
                 latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
             keys_and_values = self._keys_and_values(latent, rotated)
-            output[rows] = self._engine.attend_to(role, request, q[rows], *keys_and_values).flatten(1)
+            output[rows] = self._engine.attend(role, request, q[rows], *keys_and_values).flatten(1)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from latent rows."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, after_cached, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.settings import PrefillSettings
 
@@ -37,9 +37,10 @@ class Plain(Engine):
         role = self.roles[0]
         self.count(role, plan, is_sparse=True)
         for request in plan.sparse:
-            _, *own = chunks[request.batch_index]
-            cached = tuple(None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
-            outputs[request.batch_index] = self.attend(role, request, *own, cached)
+            _, query, *own = chunks[request.batch_index]
+            cached = (None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
+            keys, values = (after_cached(*parts) for parts in zip(cached, own, strict=True))
+            outputs[request.batch_index] = self.attend(role, request, query, keys, values)
         return outputs
 
 

@@ -90,14 +90,12 @@ class Asked:
 
     def with_rounded_rows(self):
         """`with_scales`, but a chunk's own keys and values come from the cache too, as in the stock backend."""
-        from flexmask.integrations.serving.engine import Engine
         from flexmask.integrations.serving.plan import SparseRequest
+        from flexmask.integrations.vllm import impl
 
-        attend = Engine.attend
+        after_cached = impl.after_cached
         SparseRequest.cached_len = property(lambda request: request.seq_len)
-        Engine.attend = lambda model, role, request, query, key, value, *rest: attend(
-            model, role, request, query, key[:0], value[:0], *rest
-        )
+        impl.after_cached = lambda cached, chunk, *rest: after_cached(cached, chunk[:0], *rest)
         return self.with_scales()
 
     def of_random_model(self):

@@ -96,9 +96,9 @@ class OneLayer(Engine):
     def prepare(self, device, in_profile):
         self.prepared.append((device.type, in_profile))
 
-    def attend_to(self, role, request, query, key, *rest):
+    def attend(self, role, request, query, key, *rest):
         self.keys.append(key)
-        return super().attend_to(role, request, query, key, *rest)
+        return super().attend(role, request, query, key, *rest)
 
     def role_of(self, name, model, given, defaults):
         self.roles[name] = role_of(0, given, {}, self.settings, torch.float32)
