@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 from flexmask.base.checks import check_int, plain_numbers
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
+from flexmask.integrations.huggingface.compat import check_in_one_process, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.inspect.attention_held import HeldAttention
 from flexmask.integrations.record import PrefillRun, RunSummary
 from flexmask.integrations.record.files import finite
@@ -160,8 +159,6 @@ def inspect_prefill(
     number = int(getattr(text_config(inner), "num_hidden_layers", 0))
     layers, heads = plain_numbers(layers), plain_numbers(heads)
     _check_shown(layers, heads, number)
-    register()
-    check_servable(inner)
     check_in_one_process(inner, "inspect_prefill")
     done = 0
 
@@ -203,13 +200,13 @@ def heads_by_rule(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | Non
     if not sparse:
         return {}
     by_density = sorted(sparse, key=lambda row: (row["density"], row["layer"], row["head"]))
-    chosen = [(by_density[0], "lowest density"), (by_density[len(by_density) // 2], "median density")]
-    chosen.append((by_density[-1], "highest density"))
+    chosen = {"lowest density": by_density[0], "median density": by_density[len(by_density) // 2]}
+    chosen["highest density"] = by_density[-1]
     covered = [row for row in sparse if not math.isnan(row["coverage"])]
     if covered:
-        chosen.append((min(covered, key=lambda row: (row["coverage"], row["layer"], row["head"])), "lowest coverage"))
+        chosen["lowest coverage"] = min(covered, key=lambda row: (row["coverage"], row["layer"], row["head"]))
     reasons: dict[tuple[int, int], list[str]] = {}
-    for row, why in chosen:
+    for why, row in chosen.items():
         reasons.setdefault((row["layer"], row["head"]), []).append(why)
     return {head: ", ".join(why) for head, why in reasons.items()}
 
