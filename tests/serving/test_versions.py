@@ -37,7 +37,7 @@ def test_older_releases_that_were_not_run_are_refused(engine, version):
 
 @pytest.mark.parametrize(
     ("engine", "version"),
-    [*(("vLLM", each) for each in ("0.33.0", "0.40.1", "1.0.0")), ("SGLang", "0.5.17"), ("SGLang", "0.9.1")],
+    [*(("vLLM", each) for each in ("0.34.0", "0.40.1", "1.0.0")), ("SGLang", "0.5.17"), ("SGLang", "0.9.1")],
 )
 def test_newer_releases_are_served_with_a_warning_if_their_interfaces_fit(engine, version):
     warning = check_release(engine, version, RUN[engine], [])
