@@ -1,6 +1,8 @@
-"""Prints the summary that README.md shows: ``python -m bench.sample``."""
+"""Prints the summary that README.md shows: ``python -m bench.sample``; ``--min-coverage 0`` prints it without the floor."""
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,14 +17,16 @@ TOKENS = 16384
 
 
 @torch.no_grad()
-def summary(tokens: int = TOKENS, gamma: float = 0.9) -> RunSummary:
+def summary(tokens: int = TOKENS, gamma: float = 0.9, min_coverage: float = 0.5) -> RunSummary:
     """One prefill of the retriever in float32, at one gamma for all heads: without it the gammas in its config apply."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, local_files_only=True).eval()
     prompt = make_prompt(tokens, num_needles=16, num_queries=1, seed=0)
-    with sparse_prefill(model, gamma=gamma) as run:
+    with sparse_prefill(model, gamma=gamma, min_coverage=min_coverage) as run:
         prefill(model, prompt)
     return run.summary()
 
 
 if __name__ == "__main__":
-    print(summary())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--min-coverage", type=float, default=0.5, help="hybrid's floor; 0: none")
+    print(summary(min_coverage=parser.parse_args().min_coverage))
