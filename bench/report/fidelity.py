@@ -81,7 +81,7 @@ def gammas(folder: Path = FOLDER) -> list[str]:
 def gains(folder: Path = FOLDER) -> list[str]:
     """Calls at equal error: hybrid's default setting, and flexprefill at the error that it has."""
     cells, calls = [], call_rows(folder)
-    for length in LENGTHS[2:]:
+    for length in LENGTHS[1:]:
         rows, at_length = language_model(length, folder), calls[calls["tokens"] == length]
         own = hybrid_at(rows)[["density", "abs_d"]].mean()
         others = Curves(rows).density_at("flexprefill", own["abs_d"])

@@ -14,8 +14,9 @@ from bench.tables import markdown_table, thousands
 from flexmask.plot.charts import LINES
 
 SHAPE = "llama-3.1-8b"
-_SHOWN = (32768, 131072)
+_SHOWN = (32768, 65536, 131072)
 RANDOM = 0.2  # density of the random blocks that transformers was timed with
+VLLM_RANDOM = 0.1  # wanted density of those that an earlier version was timed with in vLLM, nearest to that of text at 64k
 # pages, from README.md
 _ENGINES, _MODELS = "docs/serving.md#measurements", "bench/REPORT.md#whole-models"
 _ERROR = "bench/FIDELITY.md#does-it-hold-at-my-length"
@@ -26,6 +27,14 @@ def vllm(folder: Path = FOLDER, model: str = SHAPE, cache: str = "auto") -> pd.D
     rows = pd.read_csv(folder / "step-nvidia-h200.csv")
     rows = rows[(rows["kind"] == "ttft") & (rows["model"] == model) & (rows["kv_cache"] == cache)]
     return _paired(rows.assign(seconds=rows["milliseconds"] / 1e3), "attention", "stock", "hybrid")
+
+
+def vllm_random(folder: Path = FOLDER) -> pd.DataFrame:
+    """Of random blocks, by an earlier version."""
+    rows = pd.read_json(folder / "serving-nvidia-h200.jsonl", lines=True)
+    rows = rows[(rows["model"] == SHAPE) & (rows["gpus"] == 1) & rows["run"].isna() & rows["chunk"].isna()]
+    rows = rows[rows["first_seconds"].notna()].drop_duplicates(["method", "prompt_tokens"], keep="last")
+    return _paired(rows, "method", "stock", f"random blocks, {VLLM_RANDOM}")
 
 
 def sglang(folder: Path = FOLDER) -> pd.DataFrame:
@@ -46,52 +55,45 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
     return paired.assign(ratio=paired["dense"] / paired["sparse"], density=own["sparse"]["density"].mean())
 
 
+def _cell(own: pd.Series, page: str, note: str = "", digits: int = 1) -> str:
+    """Seconds and their ratio, with the density in brackets."""
+    density = percent(own["density"], digits)
+    return f"{own['dense']:.3f} to {own['sparse']:.3f} s, [{times(own['ratio'], 2)}]({page}) ({density}{note})"
+
+
 def table(folder: Path = FOLDER) -> list[str]:
-    """By length and engine; the error is hybrid's on texts of that length or of the longest that was read."""
-    random = transformers(folder)
-    engines = (
-        ("vLLM 0.26", vllm(folder), 1, _ENGINES),
-        ("SGLang 0.5.16", sglang(folder), 1, _ENGINES),
-        ("transformers 5.17, random blocks", random, 0, _MODELS),
-    )
+    """A row per length; the error is hybrid's on texts of that length."""
+    in_vllm, in_sglang, in_transformers = vllm(folder), sglang(folder), transformers(folder)
     cells = []
     for tokens in _SHOWN:
-        read = max(length for length in LENGTHS if length <= tokens)
-        kept, error = hybrid_at(language_model(read, folder))[["density", "abs_d"]].mean()
-        lost = f"[{number(error)} ({percent(kept)})]({_ERROR})"
-        if read != tokens:
-            lost = f"not measured; at {thousands(read)} {lost}"
-        for engine, figures, digits, page in engines:
-            own = figures.loc[tokens]
-            seconds = [f"{own[name]:.3f} s" for name in ("dense", "sparse")]
-            cells.append(
-                [
-                    thousands(tokens),
-                    engine,
-                    *seconds,
-                    f"[{times(own['ratio'], 2)}]({page})",
-                    percent(own["density"], digits),
-                    "-" if figures is random else lost,
-                ]
-            )
-    return markdown_table(
-        ["prompt", "engine", "dense", "flexmask", "speed-up", "density", "SmolLM2's error on text, gamma 0.9 (density)"], cells
-    )
+        if tokens in in_vllm.index:
+            first = _cell(in_vllm.loc[tokens], _ENGINES)
+        else:
+            first = _cell(vllm_random(folder).loc[tokens], _ENGINES, ", random blocks")
+        error = "not measured"
+        if tokens in LENGTHS:
+            kept, change = hybrid_at(language_model(tokens, folder))[["density", "abs_d"]].mean()
+            error = f"[{number(change)}]({_ERROR}) ({percent(kept)})"
+        others = [_cell(in_sglang.loc[tokens], _ENGINES), _cell(in_transformers.loc[tokens], _MODELS, digits=0)]
+        cells.append([thousands(tokens), first, *others, error])
+    engines = ["vLLM 0.26 (density)", "SGLang 0.5.16", "transformers 5.17, random blocks"]
+    return markdown_table(["prompt", *engines, "error*, SmolLM2-135M"], cells)
 
 
 def draw(axes: Any, folder: Path = FOLDER) -> None:
-    """Ratios by length, a line per engine."""
+    """Ratios by length, a line per engine; a line ends where a length was not timed."""
     engines = {
         "vLLM 0.26, density of text": vllm(folder),
         "SGLang 0.5.16, density of text": sglang(folder),
         f"transformers, random blocks, density {RANDOM:.0%}": transformers(folder),
+        "vLLM 0.26, random blocks, density 10% to 11%, an earlier version": vllm_random(folder),
     }
+    lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
     for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
-        axes.plot(figures.index, figures["ratio"], label=name, **style)
+        axes.plot(lengths, figures["ratio"].reindex(lengths), label=name, **style)
     axes.axhline(1, color="#444444", linewidth=0.8)
     axes.set(xlabel="tokens of the prompt", ylabel="first token: times as fast as dense", xscale="log", ylim=(0.9, 2.8))
-    lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
     axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
     axes.minorticks_off()
     axes.grid(color="#dddddd", linewidth=0.6)

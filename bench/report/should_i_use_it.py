@@ -7,32 +7,35 @@ from pathlib import Path
 import pandas as pd
 
 from bench.report.fidelity import LENGTHS, hybrid_at, language_model
-from bench.report.first_token import SHAPE, sglang, transformers, vllm
+from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_random
 from bench.report.rows import ERROR, FOLDER, number, percent
 from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
 _ENGINES, _ERROR = "serving.md#measurements", "../bench/FIDELITY.md#does-it-hold-at-my-length"
-_CALLS, _MODELS = "../bench/REPORT.md#whole-calls", "../bench/REPORT.md#whole-models"
+_CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
 _SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
 _GAINS = (16384, 32768, 65536, 131072)  # prompt tokens
 
 
-def _gains(figures: pd.DataFrame, page: str) -> list[str]:
+def _gains(figures: pd.DataFrame, page: str, note: str = "") -> list[str]:
     """Ratios to dense at each of `_GAINS`, each a link."""
     ratios = figures["ratio"]
-    return [f"[{times(ratios[tokens], 2)}]({page})" if tokens in ratios else "-" for tokens in _GAINS]
+    return [f"[{times(ratios[tokens], 2)}]({page}){note}" if tokens in ratios else "-" for tokens in _GAINS]
 
 
 def models(folder: Path = FOLDER) -> list[str]:
     """Gains by model family and engine."""
+    in_vllm, random = _gains(vllm(folder), _ENGINES), _gains(vllm_random(folder), _ENGINES, ", random blocks")
+    # where hybrid was not timed
+    in_vllm = [own if own != "-" else other for own, other in zip(in_vllm, random, strict=True)]
     served, in_transformers = f"[all layers]({_SERVED})", "[all layers](../integrations/README.md#what-is-served)"
     windows = f"[layers without a window, or with one of 16,384 tokens or more]({_SERVED})"
     as_its_row = "[as its row says](../integrations/huggingface/SUPPORT.md)"
     none = ["-"] * len(_GAINS)
     rows = [
-        ["Llama 3.1 8B (shape)", "vLLM 0.26", *_gains(vllm(folder), _ENGINES), served],
+        ["Llama 3.1 8B (shape)", "vLLM 0.26", *in_vllm, served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],
         ["the same", "SGLang 0.5.16", *_gains(sglang(folder), _ENGINES), served],
         ["the same", "transformers", *_gains(transformers(folder), _MODELS), in_transformers],
@@ -52,7 +55,8 @@ def lengths(folder: Path = FOLDER) -> list[str]:
         gain = speed_up(calls[(calls["tokens"] == length) & (calls["method"] == "hybrid")], kept)
         shown = "not timed" if pd.isna(gain) else f"[{times(gain)}]({_CALLS})"
         rows.append([thousands(length), percent(kept), shown, f"[{number(error)}]({_ERROR})"])
-    return markdown_table(["prompt", "density, SmolLM2", "attention only, one H200", f"error ({ERROR}), SmolLM2"], rows)
+    head = ["prompt", "density, SmolLM2", "attention only, one H200, interpolated", f"error ({ERROR}), SmolLM2"]
+    return markdown_table(head, rows)
 
 
 TABLES = {"use-models": models, "use-lengths": lengths}
