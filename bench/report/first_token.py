@@ -10,6 +10,7 @@ import pandas as pd
 from bench.report.fidelity import LENGTHS, hybrid_at, language_model
 from bench.report.rows import FOLDER, number, percent
 from bench.report.speed import DENSE, model_rows, times
+from bench.serving.table import Row, engine_rows, first_tokens, throughput
 from bench.tables import markdown_table, thousands
 from flexmask.plot.charts import LINES
 
@@ -17,8 +18,10 @@ SHAPE = "llama-3.1-8b"
 _SHOWN = (32768, 65536, 131072)
 RANDOM = 0.2  # density of the random blocks that transformers was timed with
 VLLM_RANDOM = 0.1  # wanted density of those that an earlier version was timed with in vLLM, nearest to that of text at 64k
+_RANDOM_IN = {"device": "NVIDIA H200", "vllm": "0.26.0", "model": SHAPE, "gpus": 1, "run": None}  # that version's rows
 # pages, from README.md
 _ENGINES, _MODELS = "docs/serving.md#measurements", "bench/REPORT.md#whole-models"
+_VLLM_RANDOM = "bench/REPORT.md#vllm-with-random-blocks"
 _ERROR = "bench/FIDELITY.md#does-it-hold-at-my-length"
 
 
@@ -29,12 +32,23 @@ def vllm(folder: Path = FOLDER, model: str = SHAPE, cache: str = "auto") -> pd.D
     return _paired(rows.assign(seconds=rows["milliseconds"] / 1e3), "attention", "stock", "hybrid")
 
 
+def _random_rows(folder: Path) -> list[Row]:
+    """Rows in vLLM of an earlier version, with random blocks, on one GPU."""
+    return [row for row in engine_rows(folder) if all(row.get(name) == value for name, value in _RANDOM_IN.items())]
+
+
 def vllm_random(folder: Path = FOLDER) -> pd.DataFrame:
-    """Of random blocks, by an earlier version."""
-    rows = pd.read_json(folder / "serving-nvidia-h200.jsonl", lines=True)
-    rows = rows[(rows["model"] == SHAPE) & (rows["gpus"] == 1) & rows["run"].isna() & rows["chunk"].isna()]
-    rows = rows[rows["first_seconds"].notna()].drop_duplicates(["method", "prompt_tokens"], keep="last")
+    """Of random blocks, by an earlier version; whole prompts."""
+    rows = pd.DataFrame([row for row in _random_rows(folder) if "first_seconds" in row and not row["chunk"]])
     return _paired(rows, "method", "stock", f"random blocks, {VLLM_RANDOM}")
+
+
+def vllm_random_first_tokens(folder: Path = FOLDER) -> list[str]:
+    return first_tokens([row for row in _random_rows(folder) if "first_seconds" in row])
+
+
+def vllm_random_at_once(folder: Path = FOLDER) -> list[str]:
+    return throughput([row for row in _random_rows(folder) if "tokens_per_second" in row])
 
 
 def sglang(folder: Path = FOLDER) -> pd.DataFrame:
@@ -69,7 +83,7 @@ def table(folder: Path = FOLDER) -> list[str]:
         if tokens in in_vllm.index:
             first = _cell(in_vllm.loc[tokens], _ENGINES)
         else:
-            first = _cell(vllm_random(folder).loc[tokens], _ENGINES, ", random blocks")
+            first = _cell(vllm_random(folder).loc[tokens], _VLLM_RANDOM, ", random blocks")
         error = "not measured"
         if tokens in LENGTHS:
             kept, change = hybrid_at(language_model(tokens, folder))[["density", "abs_d"]].mean()
@@ -100,4 +114,8 @@ def draw(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
-TABLES = {"first-token": table}
+TABLES = {
+    "first-token": table,
+    "vllm-random-first-tokens": vllm_random_first_tokens,
+    "vllm-random-at-once": vllm_random_at_once,
+}

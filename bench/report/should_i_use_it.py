@@ -15,6 +15,7 @@ from bench.tables import markdown_table, thousands
 # pages, from docs/
 _ENGINES, _ERROR = "serving.md#measurements", "../bench/FIDELITY.md#does-it-hold-at-my-length"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
+_VLLM_RANDOM = "../bench/REPORT.md#vllm-with-random-blocks"
 _SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
 _GAINS = (16384, 32768, 65536, 131072)  # prompt tokens
 
@@ -27,7 +28,7 @@ def _gains(figures: pd.DataFrame, page: str, note: str = "") -> list[str]:
 
 def models(folder: Path = FOLDER) -> list[str]:
     """Gains by model family and engine."""
-    in_vllm, random = _gains(vllm(folder), _ENGINES), _gains(vllm_random(folder), _ENGINES, ", random blocks")
+    in_vllm, random = _gains(vllm(folder), _ENGINES), _gains(vllm_random(folder), _VLLM_RANDOM, ", random blocks")
     # where hybrid was not timed
     in_vllm = [own if own != "-" else other for own, other in zip(in_vllm, random, strict=True)]
     served, in_transformers = f"[all layers]({_SERVED})", "[all layers](../integrations/README.md#what-is-served)"

@@ -168,11 +168,16 @@ def agreement(rows: Sequence[Row], engine: str) -> list[str]:
     return [f"## Answers in bfloat16{engine}", "", *markdown_table(head, cells)[1:]] if cells else []
 
 
-def report(folder: Path) -> str:
-    """The file's text: tables of each engine and run."""
+def engine_rows(folder: Path) -> list[Row]:
+    """Rows of `bench.serving.first_token`, the last of each key."""
     measured = [row for path in sorted(folder.glob("serving-*.jsonl")) for row in read_rows(path)]
     names = (*_ENGINE, "method", "prompt_tokens", "chunk", "at_once")
-    measured = list({(*(row.get(name) for name in names), "kernels_ms" in row): row for row in measured}.values())
+    return list({(*(row.get(name) for name in names), "kernels_ms" in row): row for row in measured}.values())
+
+
+def report(folder: Path) -> str:
+    """The file's text: tables of each engine and run."""
+    measured = engine_rows(folder)
     lines: list[str] = []
     for engine in dict.fromkeys(tuple(row.get(name) for name in _ENGINE) for row in measured):
         device, release, model, layers, gpus, run = engine
