@@ -32,23 +32,28 @@ def vllm(folder: Path = FOLDER, model: str = SHAPE, cache: str = "auto") -> pd.D
     return _paired(rows.assign(seconds=rows["milliseconds"] / 1e3), "attention", "stock", "hybrid")
 
 
-def _random_rows(folder: Path) -> list[Row]:
-    """Rows in vLLM of an earlier version, with random blocks, on one GPU."""
-    return [row for row in engine_rows(folder) if all(row.get(name) == value for name, value in _RANDOM_IN.items())]
+def _vllm_rows(folder: Path, figure: str, **wanted: Any) -> list[Row]:
+    """Rows of `bench.serving.first_token` that have a figure, under some conditions."""
+    rows = engine_rows(folder)
+    return [row for row in rows if figure in row and all(row.get(name) == value for name, value in wanted.items())]
+
+
+def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
+    """Whole prompts in vLLM by `bench.serving.first_token`, under some conditions; `sparse` names the method."""
+    return _paired(pd.DataFrame(_vllm_rows(folder, "first_seconds", chunk=None, **wanted)), "method", "stock", sparse)
 
 
 def vllm_random(folder: Path = FOLDER) -> pd.DataFrame:
-    """Of random blocks, by an earlier version; whole prompts."""
-    rows = pd.DataFrame([row for row in _random_rows(folder) if "first_seconds" in row and not row["chunk"]])
-    return _paired(rows, "method", "stock", f"random blocks, {VLLM_RANDOM}")
+    """Of random blocks, by an earlier version."""
+    return vllm_prefills(folder, f"random blocks, {VLLM_RANDOM}", **_RANDOM_IN)
 
 
 def vllm_random_first_tokens(folder: Path = FOLDER) -> list[str]:
-    return first_tokens([row for row in _random_rows(folder) if "first_seconds" in row])
+    return first_tokens(_vllm_rows(folder, "first_seconds", **_RANDOM_IN))
 
 
 def vllm_random_at_once(folder: Path = FOLDER) -> list[str]:
-    return throughput([row for row in _random_rows(folder) if "tokens_per_second" in row])
+    return throughput(_vllm_rows(folder, "tokens_per_second", **_RANDOM_IN))
 
 
 def sglang(folder: Path = FOLDER) -> pd.DataFrame:
