@@ -1,4 +1,4 @@
-"""Prints the summary that README.md shows: ``python -m bench.sample``; ``--min-coverage 0`` prints it without the floor."""
+"""Prints the summary that integrations/README.md shows: ``python -m bench.sample``; ``--min-coverage 0``: without the floor."""
 
 from __future__ import annotations
 

@@ -172,8 +172,8 @@ def test_commands_exist(page):
 def test_the_first_sample_is_what_its_command_prints():
     from bench.sample import summary
 
-    assert "python -m bench.sample" in text_of("README.md")
-    assert differences(blocks("README.md", "text")[0].code, f"{summary()}\n") == []
+    assert "python -m bench.sample" in text_of("integrations/README.md")
+    assert differences(blocks("integrations/README.md", "text")[0].code, f"{summary()}\n") == []
 
 
 def anchors(page: str) -> set[str]:
