@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -15,30 +14,10 @@ from flexmask.base.options import blocks_of, check_max_budget, check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
-from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
-# what steps hand on, under these names in `plain` and in `kernels`
-Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
-Blocks = TypeVar("Blocks", covariant=True)
-
-
-class FlexPrefillSteps(Protocol[Mass, Blocks]):
-    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
-
-    def pattern_and_lines(
-        self, problem: BlockProblem, pattern: Mass, index: Mass, means: Tensor, shares: Shares, budget: Budget, /
-    ) -> tuple[Tensor, Tensor, Lines]: ...
-    def query_aware_blocks(
-        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
-    ) -> Blocks: ...
-
-
-_PLAIN: FlexPrefillSteps[plain.RepresentativeMass, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
-
-    _KERNELS: FlexPrefillSteps[kernels.RepresentativeMass, kernels.Blocks] = kernels
 
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
@@ -156,7 +135,7 @@ def flexprefill_mask(
     largest = cast("float | Tensor", tau)
     if isinstance(largest, Tensor) or largest > 0:  # 0 stays a number
         largest = problem.as_tensor(largest)
-    steps: FlexPrefillSteps[Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
+    steps = kernels if problem.by_kernels else plain  # the method's own
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal
