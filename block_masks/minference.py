@@ -11,7 +11,7 @@ from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
 from flexmask.plain.vertical_slash import (
-    RepresentativeRows,
+    by_offset,
     extended_lines,
     line_mass,
     representative_attention,
@@ -75,7 +75,8 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
         candidates = candidate_lines(problem.seen).unsqueeze(2)
         kept = ranks(values, candidates) < (count / size).ceil()
         return extended_lines(kept[0], kept[1], problem.seen)
-    columns, offsets = _sums(attention, rows)
+    attention = torch.where(rows.taken[:, None, :, None], attention, 0.0)
+    columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
     valid = tokens.key_valid[:, None]
     ordinal = valid.cumsum(-1)
     columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))
@@ -87,11 +88,3 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     crossing = slashes[..., 1:].any(-1)
     diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
     return extended_lines(keys, diagonals, problem.seen)
-
-
-def _sums(attention: Tensor, rows: RepresentativeRows) -> tuple[Tensor, Tensor]:
-    """Attention of the rows by key and by offset, (batch, num_heads, kv_len) each."""
-    attention = torch.where(rows.taken[:, None, :, None], attention, 0.0)
-    key = rows.position.unsqueeze(-1) - torch.arange(attention.shape[-1], device=attention.device)
-    by_offset = attention.gather(-1, key.clamp(min=0)[:, None].expand(attention.shape))
-    return attention.sum(2), torch.where((key >= 0)[:, None], by_offset, 0.0).sum(2)

@@ -16,7 +16,7 @@ from flexmask.base.selection import Choice, block_lists
 from flexmask.block_masks.flexprefill.plain import estimated_attention
 from flexmask.method import BlockProblem, ByHead, method
 from flexmask.plain.pooling import pooled_map
-from flexmask.plain.vertical_slash import blocks_kept_always, extended_lines
+from flexmask.plain.vertical_slash import blocks_kept_always, by_offset, extended_lines
 
 
 def _check(*, tau: Any, min_budget: int, max_budget: int | None, **_: Any) -> None:
@@ -27,12 +27,8 @@ def _check(*, tau: Any, min_budget: int, max_budget: int | None, **_: Any) -> No
 def _check_call(inputs: AttentionInputs, **_: Any) -> None:
     """Refuse what the published code cannot do."""
     offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
-    for name, value in (
-        ("softcap", inputs.softcap),
-        ("window", inputs.window),
-        ("attention_mask", inputs.attention_mask),
-        ("q_offset", offset),
-    ):
+    refused = {"softcap": inputs.softcap, "window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": offset}
+    for name, value in refused.items():
         if value is not None:
             raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
 
@@ -85,7 +81,7 @@ def published_mask(
     # the published scores have no term for the number of keys
     counts = torch.ones_like(problem.key_counts())
 
-    by_token = (last.attention.mean(2), _by_offset(last.attention))
+    by_token = (last.attention.mean(2), by_offset(last.attention, last.rows).mean(2))
     vertical, slash = (tokens.unflatten(-1, (blocks, size)).sum(-1) for tokens in by_token)
     distance = _distance_with_nan(estimated_attention(problem, last.rows, key_means, counts), vertical)
     is_query_aware = distance < problem.as_tensor(tau)
@@ -115,15 +111,6 @@ def published_mask(
             "coverage": lambda keep: plain.coverage(problem, last, keep),
         },
     )
-
-
-def _by_offset(attention: Tensor) -> Tensor:
-    """Mean over the last rows of a whole prompt, by offset ``position - k``: (batch, num_heads, kv_len)."""
-    rows, kv_len = attention.shape[2:]
-    position = kv_len - rows + torch.arange(rows, device=attention.device)
-    key = position.unsqueeze(-1) - torch.arange(kv_len, device=attention.device)
-    shifted = attention.gather(-1, key.clamp(min=0).expand(attention.shape))
-    return torch.where(key >= 0, shifted, 0.0).mean(2)
 
 
 def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:

@@ -90,6 +90,13 @@ def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
     return torch.where(exists[:, None], sums.gather(-1, kv_block), 0.0).sum(2)
 
 
+def by_offset(attention: Tensor, rows: RepresentativeRows) -> Tensor:
+    """Attention of each row by offset ``position - k`` instead of key, 0 where no key is."""
+    key = rows.position.unsqueeze(-1) - torch.arange(attention.shape[-1], device=attention.device)
+    shifted = attention.gather(-1, key.clamp(min=0)[:, None].expand(attention.shape))
+    return torch.where((key >= 0)[:, None], shifted, 0.0)
+
+
 def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:
     """Extend kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool, over the whole map."""
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
