@@ -53,7 +53,7 @@ def saved_settings(config: Any) -> PrefillSettings | None:
         return known.settings
     settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
     try:
-        settings.check_shape(*shape)
+        settings.check_model(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{CONFIG_KEY}: {error}") from None
     if len(_PARSED) >= _MOST_PARSED:

@@ -64,17 +64,10 @@ class PrefillSettings:
     dense_layers: tuple[int, ...]
 
     def __init__(
-        self,
-        method: str | Callable[..., BlockMask] = RECOMMENDED,
-        *,
-        block_size: int = 128,
-        dense_below: int | None = None,
-        backend: str = "auto",
-        max_mask_bytes: int = MAX_MASK_BYTES,
-        layers: Mapping[int, Mapping[str, Any]] = {},  # copied
-        dense_layers: Any = (),
-        **options: Any,
-    ) -> None:
+        self, method: str | Callable[..., BlockMask] = RECOMMENDED, *, block_size: int = 128, dense_below: int | None = None,
+        backend: str = "auto", max_mask_bytes: int = MAX_MASK_BYTES, layers: Mapping[int, Mapping[str, Any]] = {},  # copied
+        dense_layers: Any = (), **options: Any,
+    ) -> None:  # fmt: skip
         if not isinstance(layers, Mapping):
             raise TypeError(f"layers must be a dict; got {type(layers).__name__}")
         if not isinstance(dense_layers, (set, frozenset)):
@@ -134,10 +127,7 @@ class PrefillSettings:
 
     def check_model(self, config: Any) -> None:
         """Refuse missing layers, and options per head of another number."""
-        self.check_shape(*shape_of(config))
-
-    def check_shape(self, number: int | None, heads: int | tuple[int, ...] | None) -> None:
-        """As `check_model`, by the numbers of layers and heads."""
+        number, heads = shape_of(config)
         if number is None:
             return
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
@@ -150,13 +140,7 @@ class PrefillSettings:
                 check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
-        """Write what differs from the defaults, with the method's options on the same level, in JSON types.
-
-        Raises
-        ------
-        ValueError
-            For a method that is a function: only names can be saved.
-        """
+        """What differs from the defaults, in JSON types; ValueError for a method that is a function."""
         if callable(self.method):
             raise ValueError("method must be a name to be saved, one of flexmask.METHODS; got a function")
         keywords = self.keywords
@@ -167,15 +151,7 @@ class PrefillSettings:
 
     @classmethod
     def from_dict(cls, saved: Any, source: str = "settings", other_names: tuple[str, ...] = ()) -> PrefillSettings:
-        """The settings of a dict from `to_dict`: plain data of bounded size and depth.
-
-        `other_names` are further keys that a user may write, for messages.
-
-        Raises
-        ------
-        ValueError
-            For anything else; the message begins with `source`.
-        """
+        """The settings of a dict from `to_dict`; else ValueError, with `source` first and `other_names` among the keys."""
         try:
             _check_data(saved)
             if not isinstance(saved, dict):

@@ -65,27 +65,12 @@ def sparse_attention_varlen(
 ) -> Any: ...
 # fmt: on
 def sparse_attention_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Bounds,
-    cu_seqlens_k: Bounds | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    *,
-    method: str | Callable[..., Any] = RECOMMENDED,
-    block_size: int = 128,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    backend: str = "auto",
-    dense_below: int | None = None,
-    return_lse: bool = False,
-    return_stats: bool = False,
-    max_mask_bytes: int = MAX_MASK_BYTES,
-    **options: Any,
-) -> Any:
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = None,
+    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *, method: str | Callable[..., Any] = RECOMMENDED,
+    block_size: int = 128, scale: float | None = None, softcap: float | None = None, window: int | None = None,
+    sinks: Tensor | None = None, backend: str = "auto", dense_below: int | None = None, return_lse: bool = False,
+    return_stats: bool = False, max_mask_bytes: int = MAX_MASK_BYTES, **options: Any,
+) -> Any:  # fmt: skip
     """Causal attention of packed sequences to themselves: each gets the result of its own `sparse_attention`.
 
     Layout and names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``.
@@ -180,12 +165,10 @@ def sparse_attention_varlen(
             notice_dense(plan.reason, segments[number].q_len)
             served[number] = attend(inputs, call_selector, call_options, plan, return_lse, statistics)
     outs, lses = [served[n].out for n in filled], [served[n].lse for n in filled]
-    stats = []
-    if return_stats:
-        stats = [(served[n].stats if n in served else None) or dense_stats(pack.query) for n in range(len(segments))]
     out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []
-    extras += [tuple(stats)] if return_stats else []
+    if return_stats:
+        extras.append(tuple((served[n].stats if n in served else None) or dense_stats(pack.query) for n in range(len(segments))))
     return (out, *extras) if extras else out
 
 
@@ -207,9 +190,7 @@ def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int
 
 
 def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]]:
-    is_one = cu_seqlens_q is cu_seqlens_k
-    cu_seqlens_q, cu_seqlens_k = plain_numbers(cu_seqlens_q), plain_numbers(cu_seqlens_k)
-    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given = {"cu_seqlens_q": plain_numbers(cu_seqlens_q), "cu_seqlens_k": plain_numbers(cu_seqlens_k)}
     for name, bounds in given.items():
         if isinstance(bounds, Tensor):
             _check_bounds_tensor(name, bounds)
@@ -218,14 +199,13 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
         else:
             for number, bound in enumerate(bounds):
                 check_int(f"{name}[{number}]", bound)
-    if is_one:
-        both = _as_ints(cu_seqlens_q)
-        return both, both
-    tensors = [x for x in given.values() if isinstance(x, Tensor) and x.device.type != "cpu"]
-    if len(tensors) == 2 and tensors[0].device == tensors[1].device:
-        both = torch.cat([x.long() for x in tensors]).tolist()
-        return both[: len(tensors[0])], both[len(tensors[0]) :]
-    return _as_ints(cu_seqlens_q), _as_ints(cu_seqlens_k)
+    rows, keys = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    if cu_seqlens_q is cu_seqlens_k:
+        keys = rows = _as_ints(rows)
+    elif all(isinstance(x, Tensor) and x.device.type != "cpu" for x in (rows, keys)) and rows.device == keys.device:
+        both = torch.cat([rows.long(), keys.long()]).tolist()
+        rows, keys = both[: len(rows)], both[len(rows) :]
+    return _as_ints(rows), _as_ints(keys)
 
 
 def _as_ints(bounds: Any) -> list[int]:
