@@ -31,13 +31,8 @@ _log = logging.getLogger("flexmask")
 
 
 def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *variant: Hashable) -> Callable[..., Any]:
-    """`function` compiled with fullgraph, once per `numbers`, `variant` and `ambient_state`; traced, the plain function.
-
-    `numbers` stay constants; another that changes between calls becomes symbolic. Running out of recompilations raises.
-    """
-    if is_traced():
-        return function
-    return _compile(function, numbers, variant)
+    """`function` compiled once per `numbers`, which stay constants, `variant` and `ambient_state`; traced, the plain function."""
+    return function if is_traced() else _compile(function, numbers, variant)
 
 
 @functools.cache

@@ -122,16 +122,9 @@ def _selection(selector: Selector, chosen: Chosen, with_map: bool, statistics: t
 
 
 def _chosen(
-    inputs: SparseInputs,
-    block_size: int,
-    choose: Callable[..., Choice | Tensor | None],
-    fixed: dict[str, Any],
-    tensors: dict[str, Tensor],
-    with_map: bool,
-    statistics: tuple[str, ...],
-    by_kernels: bool,
-    end: Tensor | None = None,
-) -> Chosen:
+    inputs: SparseInputs, block_size: int, choose: Callable[..., Choice | Tensor | None], fixed: dict[str, Any],
+    tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...], by_kernels: bool, end: Tensor | None = None,
+) -> Chosen:  # fmt: skip
     """Lists, map, statistics and mask_mod of a method's choice."""
     problem = cut_into_blocks(inputs, block_size, kernels if by_kernels else plain, with_map, end)
     choice = choose(problem, **fixed, **tensors)
@@ -207,24 +200,10 @@ def _as_one_operator(
     "SymInt[] integers, bool with_map, str[] statistics) -> Tensor[]",
 )
 def selection_operator(
-    query: Tensor,
-    key: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    attention_mask: Tensor | None,
-    offset: Tensor | None,
-    method: str,
-    block_size: int,
-    tensor_names: list[str],
-    tensors: list[Tensor],
-    word_names: list[str],
-    words: list[str],
-    integer_names: list[str],
-    integers: list[int],
-    with_map: bool,
-    statistics: list[str],
-) -> list[Tensor]:
+    query: Tensor, key: Tensor, scale: float, softcap: float | None, window: int | None, attention_mask: Tensor | None,
+    offset: Tensor | None, method: str, block_size: int, tensor_names: list[str], tensors: list[Tensor], word_names: list[str],
+    words: list[str], integer_names: list[str], integers: list[int], with_map: bool, statistics: list[str],
+) -> list[Tensor]:  # fmt: skip
     """`run_kernels` as an operator; options that are not among the tensors, words and integers are None."""
     by_name = dict(zip(tensor_names, tensors, strict=True))
     fixed = zip([*word_names, *integer_names], [*words, *integers], strict=True)

@@ -38,24 +38,12 @@ class Lines(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """One attention problem cut into blocks.
+    """One attention problem cut into blocks."""
 
-    Attributes
-    ----------
-    inputs
-        Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
-    block_size
-        Tokens per block.
-    steps
-        The steps that methods share: `flexmask.plain`, or `flexmask.kernels`, which make a map only `with_map`.
-    with_map
-        True if the map of kept blocks is needed.
-    """
-
-    inputs: SparseInputs
-    block_size: int
-    steps: ModuleType
-    with_map: bool = True
+    inputs: SparseInputs  # of a method with `row_numbers` a slice of rows
+    block_size: int  # tokens
+    steps: ModuleType  # those that methods share, `flexmask.plain` or `flexmask.kernels`
+    with_map: bool = True  # whether kernels must make the map of kept blocks
     edges: PackedEdges | None = None  # the geometry as kernels read it; None for plain steps
     cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
 

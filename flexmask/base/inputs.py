@@ -59,31 +59,25 @@ class AttentionInputs(NamedTuple):
         sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
         if sizes == (self.query.shape[0], self.query.shape[1]):
             return self
-        value, mask, offset, sinks = self.value, self.attention_mask, self.offset, self.sinks
-        return self.with_fields(
-            query=self.query[group.batch, group.query],
-            key=self.key[group.batch, group.key],
-            value=None if value is None else value[group.batch, group.key],
-            attention_mask=None if mask is None else mask[group.batch],
-            offset=None if offset is None else offset[group.batch],
-            sinks=None if sinks is None else sinks[group.query],
-        )
+        batch, query, key = group
+        sliced: dict[str, Tensor | None] = {"query": self.query[batch, query], "key": self.key[batch, key]}
+        for name, index in (("value", (batch, key)), ("attention_mask", batch), ("offset", batch), ("sinks", query)):
+            tensor = getattr(self, name)
+            sliced[name] = None if tensor is None else tensor[index]
+        return self.with_fields(**sliced)
 
     def prepared(self) -> SparseInputs:
         """For attention: detached unless gradients are needed, and zero where no token is, as a weight of 0 does not hide NaN."""
-        mask = self.attention_mask
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
             query, key = query.detach(), key.detach()
             value, sinks = (None if x is None else x.detach() for x in (value, sinks))
-        if mask is not None or self.offset is not None:
-            absent = None if mask is None else ~mask
-            if self.offset is not None:
-                slot = torch.arange(key.shape[2], device=key.device)
-                behind = slot >= (self.offset + query.shape[2]).unsqueeze(-1)
-                absent = behind if absent is None else absent | behind
-            assert absent is not None
+        absent = None if self.attention_mask is None else ~self.attention_mask
+        if self.offset is not None:
+            behind = torch.arange(key.shape[2], device=key.device) >= (self.offset + query.shape[2]).unsqueeze(-1)
+            absent = behind if absent is None else absent | behind
+        if absent is not None:
             absent = absent[:, None, :, None]
             # not masked_fill, which copies first
             key = torch.where(absent, 0.0, key) if self.needs_grad else key
@@ -110,17 +104,10 @@ SparseInputs = NewType("SparseInputs", AttentionInputs)
 
 
 def attention_inputs(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    attention_mask: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor | None = None, *, scale: float | None = None, softcap: float | None = None,
+    window: int | None = None, attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
-) -> AttentionInputs:
+) -> AttentionInputs:  # fmt: skip
     """Check the arguments of a public function and fill in their defaults; query, key and value follow autocast."""
     query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
     scale, softcap, window, q_offset = (plain_number(x) for x in (scale, softcap, window, q_offset))

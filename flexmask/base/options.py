@@ -36,15 +36,13 @@ def check_share(name: str, value: Any, zero: bool = False) -> None:
 
 def check_shares(name: str, value: Any) -> None:
     """Raise unless `value` is a number in (0, 1], a tuple of them, or a tensor, whose values are not read."""
-    if isinstance(value, Tensor):
-        return
-    if not isinstance(value, tuple):
+    if isinstance(value, tuple):
+        if not value:
+            raise ValueError(f"{name} must be a number or hold one number per head; got an empty sequence")
+        for head, share in enumerate(value):
+            check_share(f"{name}[{head}]", share)
+    elif not isinstance(value, Tensor):
         check_share(name, value)
-        return
-    if not value:
-        raise ValueError(f"{name} must be a number or hold one number per head; got an empty sequence")
-    for head, share in enumerate(value):
-        check_share(f"{name}[{head}]", share)
 
 
 def check_max_budget(max_budget: Any, min_budget: int) -> None:
