@@ -15,10 +15,6 @@ def _check(block_size: int, query_stride: int, **_: object) -> None:
         raise ValueError(f"query_stride must divide block_size {block_size}; got {query_stride}")
 
 
-def _row_numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) -> int:
-    return kv_len // block_size + 8 * topk_blocks // block_size
-
-
 @method(
     counts={
         "topk_blocks": (1, "blocks"),
@@ -27,7 +23,7 @@ def _row_numbers(kv_len: int, block_size: int, topk_blocks: int, **_: object) ->
         "query_stride": (1, "rows"),
     },
     check=_check,
-    row_numbers=_row_numbers,
+    row_numbers=lambda kv_len, block_size, topk_blocks, **_: kv_len // block_size + 8 * topk_blocks // block_size,
 )
 def hip_mask(
     problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 2, window_blocks: int = 4, query_stride: int = 2

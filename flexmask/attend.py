@@ -118,10 +118,7 @@ def attend_heads(
     backend: ChosenBackend,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
-    """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense: `dense`, and those over `most_kept`.
-
-    Some dense heads have empty lists in the mask of all: another number of heads is another compilation.
-    """
+    """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense: `dense`, and those over `most_kept`."""
     if selection is not None and most_kept is not None:
         more = _keeps_more(selection.lists, len(dense), most_kept)
         dense = [already or kept for already, kept in zip(dense, more, strict=True)]
@@ -129,6 +126,7 @@ def attend_heads(
         return *dense_attention(inputs, return_lse), [True] * len(dense)
     runs, per_key = _runs(dense), inputs.query.shape[1] // len(dense)
     heads = [slice(keys.start * per_key, keys.stop * per_key) for keys in runs]
+    # not for fewer heads: another number of them is another compilation
     out, lse = _attend_to_blocks(inputs, selection.without_heads(heads) if runs else selection, backend, return_lse)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -132,9 +132,8 @@ def flexprefill_mask(
     (1, 4, 512, 512)
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
-    largest = cast("float | Tensor", tau)
-    if isinstance(largest, Tensor) or largest > 0:  # 0 stays a number
-        largest = problem.as_tensor(largest)
+    given: Any = tau  # a tensor, except for 0
+    largest = problem.as_tensor(given) if isinstance(given, Tensor) or given > 0 else given
     steps = kernels if problem.by_kernels else plain  # the method's own
     floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
 

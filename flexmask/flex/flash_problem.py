@@ -82,16 +82,8 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     value = normal_numbers((batch, _KV_HEADS, kv_len, call.v_head_dim), 2, dtype, device)
     for tensor in (query, key, value):
         tensor.requires_grad_(with_gradients)
-    inputs = AttentionInputs(
-        query,
-        key,
-        value,
-        scale=call.head_dim**-0.5,
-        softcap=_SOFTCAP if call.softcap else None,
-        window=window,
-        attention_mask=token if call.padded else None,
-        needs_grad=with_gradients,
-    ).with_offset()
+    scale, softcap, tokens = call.head_dim**-0.5, _SOFTCAP if call.softcap else None, token if call.padded else None
+    inputs = AttentionInputs(query, key, value, scale, softcap, window, tokens, needs_grad=with_gradients).with_offset()
 
     position, slot = offset + torch.arange(q_len, device=device), torch.arange(kv_len, device=device)
     back = position[:, None] - slot

@@ -48,11 +48,7 @@ class Segment(NamedTuple):
 def dense_attention_packed(
     inputs: AttentionInputs, segments: list[Segment], return_lse: bool = False, backend: str = "auto"
 ) -> list[Result]:
-    """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim), and its log-sum-exp if requested.
-
-    On CPUs SDPA serves them one by one. On GPUs, where short calls are launch-bound, they share FlexAttention calls; "auto" is
-    Triton's kernel (docs/packed.md).
-    """
+    """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim); its log-sum-exp if requested."""
     query, value = inputs.query, inputs.value
     assert value is not None
     served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
@@ -61,7 +57,7 @@ def dense_attention_packed(
     together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
-    kernel = ChosenBackend("triton")
+    kernel = ChosenBackend("triton")  # of "auto" too (docs/packed.md)
     if calls and backend == "flash":
         # the window is in the lists
         kernel = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
@@ -162,10 +158,7 @@ def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Numbers of sequences by call, of at most `_MOST_BLOCKS` or one sequence.
-
-    Single rows, and single sequences that SDPA takes without a copy, are left out.
-    """
+    """Numbers of sequences by call, of `_MOST_BLOCKS` or one sequence; without single rows and what SDPA takes as it is."""
     calls: list[list[int]] = []
     blocks = 0
     for number, segment in enumerate(segments):

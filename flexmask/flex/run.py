@@ -22,10 +22,7 @@ from flexmask.flex.dense import sdpa
 def run_flex_attention(
     inputs: AttentionInputs, block_mask: BlockMask, backend: str, return_lse: bool = False, lse_factor: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Block-sparse attention by the compiled kernel; `lse_factor` is that of its log-sum-exp (`chosen_backend`).
-
-    Sinks rescale the output by the log-sum-exp; on CPUs, which have none, they are one more block of keys.
-    """
+    """Block-sparse attention by the compiled kernel; `lse_factor` is that of its log-sum-exp (`chosen_backend`)."""
     if runs_flex_attention_uncompiled():
         # breaks the surrounding graph (an error with fullgraph)
         return _outside_the_graph(inputs, block_mask, backend, return_lse, lse_factor)
@@ -42,7 +39,7 @@ def run_flex_attention(
         block_mask = in_key_tiles(block_mask, flash_key_tile(head_dim, value.shape[3]))
     sizes = (block_mask.BLOCK_SIZE[0], head_dim, value.shape[3])
     options = kernel_options(backend, *sizes, query.dtype, for_inference_on_hopper)
-    if sinks is not None and on_cpu:
+    if sinks is not None and on_cpu:  # where no log-sum-exp can rescale the output
         key, value, block_mask = with_sink_block(key, value, block_mask)
         sinks = captured(sinks.float())
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
@@ -71,16 +68,9 @@ _outside_the_graph = torch.compiler.disable(run_flex_attention)
 
 
 def _flex_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_mask: BlockMask,
-    scale: float,
-    softcap: float | None,
-    options: dict[str, Any] | None,
-    return_lse: bool,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: float, softcap: float | None,
+    options: dict[str, Any] | None, return_lse: bool, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     # arguments one by one: unread fields of a tuple would be guarded too
     if not is_traced():
         raise RuntimeError(
@@ -143,11 +133,10 @@ def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
         return (kv_idx == 0) | ((own >= 0) & visible(b, h, q_idx, own.clamp(min=0)))
 
     seen.__name__ = f"sinks and {visible.__name__}"
-    counts, indices = block_mask.kv_num_blocks, block_mask.kv_indices
     full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-    if full_counts is None or full_indices is None:
-        full_counts, full_indices = torch.zeros_like(counts), torch.zeros_like(indices)
-    lists = (counts + 1, F.pad(indices + 1, (1, 0)), full_counts, F.pad(full_indices + 1, (0, 1)))
+    assert full_counts is not None and full_indices is not None
+    indices = F.pad(block_mask.kv_indices + 1, (1, 0))
+    lists = (block_mask.kv_num_blocks + 1, indices, full_counts, F.pad(full_indices + 1, (0, 1)))
     q_len = block_mask.seq_lengths[0]
     shifted = block_mask_from_lists(lists, seen, block_size, (q_len, key.shape[2] + block_size))
     return F.pad(key, (0, 0, block_size, 0)), F.pad(value, (0, 0, block_size, 0)), shifted
@@ -177,12 +166,9 @@ def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
         return mask
     lengths = mask.seq_lengths
     counts, indices = _narrow(mask.kv_num_blocks, mask.kv_indices, columns // tile, num_blocks(lengths[1], tile))
-    full_counts, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
-    if full_counts is None or full_indices is None:
-        full_counts, full_indices = torch.zeros_like(counts), torch.zeros_like(indices)
-    else:
-        full_counts, full_indices = _narrow(full_counts, full_indices, columns // tile, indices.shape[-1])
-    return block_mask_from_lists((counts, indices, full_counts, full_indices), mask.mask_mod, (rows, tile), lengths)
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    full = _narrow(mask.full_kv_num_blocks, mask.full_kv_indices, columns // tile, indices.shape[-1])
+    return block_mask_from_lists((counts, indices, *full), mask.mask_mod, (rows, tile), lengths)
 
 
 def _narrow(counts: Tensor, indices: Tensor, parts: int, existing: int) -> tuple[Tensor, Tensor]:
