@@ -62,7 +62,7 @@ def flash_prefill_mask(
     """
     inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
     scores = capped(grouped_scores(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
-    behind = problem.row_positions().unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
+    behind = problem.tokens.position.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
     sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (behind >= 0)
     if inputs.window is not None:
         sees = sees & (behind < inputs.window)

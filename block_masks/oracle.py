@@ -42,7 +42,7 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     True
     """
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    visible = visible_keys(problem.row_positions(), tokens.row_valid, tokens, inputs.window)[:, None]
+    visible = visible_keys(tokens.position, tokens.row_valid, tokens, inputs.window)[:, None]
     scores = capped(grouped_scores(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
     attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
     mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT

@@ -102,11 +102,6 @@ class BlockProblem:
         """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -kv_len without any."""
         return last_valid_keys(self.tokens, self.block_size)
 
-    def row_positions(self) -> Tensor:
-        """(batch or 1, q_len) int64."""
-        rows = torch.arange(self.tokens.row_valid.shape[-1], device=self.tokens.offset.device)
-        return self.tokens.offset.unsqueeze(-1) + rows
-
     def key_means(self) -> Tensor:
         """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 without any."""
         means: Tensor = self.steps.key_means(self)
@@ -164,7 +159,7 @@ def cut_into_blocks(
         key_valid = torch.arange(inputs.key.shape[2], device=end.device) < end.unsqueeze(-1)
         if inputs.attention_mask is not None:
             key_valid = key_valid & inputs.attention_mask
-        tokens = Tokens(tokens.offset, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
+        tokens = Tokens(tokens.offset, tokens.position, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
     return BlockProblem(inputs, block_size, steps, with_map, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
 
 

@@ -19,6 +19,7 @@ class Tokens(NamedTuple):
     """Positions of the query rows, and valid tokens."""
 
     offset: Tensor  # (..,) int64: position of query row 0
+    position: Tensor  # (.., q_len) int64: of each query row
     key_valid: Tensor  # (.., kv_len) bool
     row_valid: Tensor  # (.., q_len) bool
     padded: bool  # without an attention mask every query row is valid
@@ -46,12 +47,12 @@ def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mas
     else:
         offset = offset.to(torch.int64).clamp(0, kv_len - q_len).reshape(-1)
     key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len).unsqueeze(-1)
-    rows = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
+    position = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     if attention_mask is None:
-        return Tokens(offset, key_valid, torch.ones_like(rows, dtype=torch.bool), padded=False, filled=filled)
+        return Tokens(offset, position, key_valid, torch.ones_like(position, dtype=torch.bool), padded=False, filled=filled)
     key_valid = key_valid & (attention_mask != 0)
-    row_valid = key_valid.gather(1, rows.expand(key_valid.shape[0], -1))
-    return Tokens(offset.expand(key_valid.shape[0]), key_valid, row_valid, padded=True, filled=filled)
+    row_valid = key_valid.gather(1, position.expand(key_valid.shape[0], -1))
+    return Tokens(offset.expand(key_valid.shape[0]), position, key_valid, row_valid, padded=True, filled=filled)
 
 
 def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> BlockVisibility:

@@ -31,14 +31,14 @@ def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor
     query, key = inputs.query, inputs.key
     (batch, num_heads, q_len, _), kv_len = query.shape, key.shape[2]
     tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
-    row = tokens.offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     rows = q_len
     if not is_traced():
         most = _MOST_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MOST_VISIBLE // batch
         rows = max(1, most // kv_len)
     hidden = None if tokens.filled else ~tokens.key_valid
     outs, lses = [], []
-    for part, position, row_valid in zip(query.split(rows, 2), row.split(rows, 1), tokens.row_valid.split(rows, 1), strict=True):
+    cuts = query.split(rows, 2), tokens.position.split(rows, 1), tokens.row_valid.split(rows, 1)
+    for part, position, row_valid in zip(*cuts, strict=True):
         visible = visible_keys(position, row_valid, tokens, inputs.window)
         out, lse = attention_to_visible(inputs, part, visible[:, None], hidden, return_lse)
         outs.append(out)

@@ -14,7 +14,7 @@ from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.selection import block_lists
 from flexmask.flex.backend import ChosenBackend, chosen_backend
-from flexmask.flex.block_mask import MaskMod, block_mask_from_lists, captured, named
+from flexmask.flex.block_mask import block_mask_from_lists, captured
 from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
 from flexmask.flex.run import run_flex_attention
 
@@ -145,16 +145,12 @@ def _mask(blocks: _Blocks, window: int | None, with_gradients: bool) -> BlockMas
     full = (start >= first[:, -1:]) & (end <= last[:, :1])
     lists = block_lists(keep[None, None], full[None])
     lengths = (len(blocks.rows) * _BLOCK, len(blocks.keys) * _BLOCK)
-    return block_mask_from_lists(lists, _mask_mod(first.flatten(), last.flatten()), _BLOCK, lengths, with_gradients)
-
-
-def _mask_mod(first: Tensor, last: Tensor) -> MaskMod:
-    first, last = captured(first), captured(last)
+    first, last = captured(first.flatten()), captured(last.flatten())
 
     def own_sequence(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx >= first[q_idx]) & (kv_idx <= last[q_idx])
 
-    return named(own_sequence, "own_sequence")
+    return block_mask_from_lists(lists, own_sequence, _BLOCK, lengths, with_gradients)
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
