@@ -99,7 +99,7 @@ def published_mask(
     query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
 
     keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), seen) | query_aware
-    keep = (keep | blocks_kept_always(seen)[:, None]) & seen.visible[:, None]
+    keep = (keep | blocks_kept_always(problem)) & problem.visible
     return Choice(
         block_lists(keep, seen.full),
         keep,

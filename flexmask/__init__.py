@@ -28,16 +28,9 @@ _MODULES = {
 }
 # written out: type checkers read it
 __all__ = [
-    "METHODS",
-    "SelectionStats",
-    "flexprefill_mask",
-    "hybrid_mask",
-    "sparse_attention",
-    "sparse_attention_varlen",
-    "sparse_prefill",
-    "tune",
-    "warmup",
-]
+    "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",
+    "sparse_prefill", "tune", "warmup",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -78,14 +78,10 @@ def versions() -> dict[str, str | None]:
 def device_name(device: torch.device | str) -> str:
     device = torch.device(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        memory, capability = properties.total_memory / 2**30, f"{properties.major}.{properties.minor}"
-        return f"{properties.name}, compute capability {capability}, {memory:.0f} GiB"
-    return (
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-        if device.type == "cpu"
-        else str(device)
-    )
+        gpu = torch.cuda.get_device_properties(device)
+        return f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+    is_cpu = device.type == "cpu"
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads" if is_cpu else str(device)
 
 
 def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> list[BackendReport]:

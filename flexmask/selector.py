@@ -72,10 +72,9 @@ class Method:
         unknown = [name for name in options if name not in self.defaults]
         if unknown:
             known = ", ".join(self.defaults) or "of every mask only"
-            others = [name for name, other in METHODS.items() if unknown[0] in other.defaults]
-            of_others = f", an option of {', '.join(others)}" if others else ""
-            message = f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{of_others}"
-            raise UnknownOption(message, unknown[0])
+            others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
+            but_of = f", an option of {others}" if others else ""
+            raise UnknownOption(f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{but_of}", unknown[0])
         by_head = (*self.shares, *self.pairs)
         filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
         for name in self.shares:

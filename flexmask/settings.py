@@ -195,8 +195,7 @@ class PrefillSettings:
 
 
 _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).parameters.items() if x.kind is not x.VAR_KEYWORD}
-FIELDS = tuple(_DEFAULTS)
-"""The keywords of PrefillSettings that are no options of a method"""
+FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
 
 
 def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:

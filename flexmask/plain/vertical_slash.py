@@ -110,12 +110,10 @@ def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Te
     return kept
 
 
-def blocks_kept_always(seen: BlockVisibility) -> Tensor:
-    """First visible key block and the diagonal blocks of every query block, (batch or 1, num_q_blocks, num_kv_blocks) bool."""
-    kv_block = torch.arange(seen.visible.shape[-1], device=seen.visible.device)
-    first = seen.visible.int().argmax(-1, keepdim=True)
-    kept = (kv_block == first) | (kv_block == seen.first_row_block.unsqueeze(-1))
-    return seen.visible & (kept | (kv_block == seen.last_row_block.unsqueeze(-1)))
+def blocks_kept_always(problem: BlockProblem) -> Tensor:
+    """First visible key block and the diagonal blocks of every query block, shaped as `BlockProblem.visible`."""
+    first = problem.visible.int().argmax(-1, keepdim=True)
+    return problem.visible & ((problem.kv_block == first) | problem.own)
 
 
 def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
@@ -171,19 +169,16 @@ def kept_blocks(
 
     Every query block keeps its ``nearest[0]`` nearest blocks; those with rows of `last` keep ``nearest[1]`` and all lines.
     """
-    seen = problem.seen
-    keep, always = extended_lines(lines.kept[0], lines.kept[1], seen), blocks_kept_always(seen)
+    keep, always = extended_lines(lines.kept[0], lines.kept[1], problem.seen), blocks_kept_always(problem)
     if last is not None:
-        # (batch or 1, num_q_blocks, 1): query blocks with rows of `last`
+        # (batch or 1, 1, num_q_blocks, 1): query blocks with rows of `last`
         q_block = torch.arange(keep.shape[2], device=keep.device)
         stands = ((last.rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & last.rows.taken.unsqueeze(1)
-        holds = stands.any(-1, keepdim=True)
-        # of two diagonals, the nearer
-        distance = seen.first_row_block.unsqueeze(-1) - torch.arange(keep.shape[-1], device=keep.device)
-        always = always | (distance < torch.where(holds, nearest[1], nearest[0]))
+        holds = stands.any(-1)[:, None, :, None]
+        always = always | problem.diagonals(torch.where(holds, nearest[1], nearest[0]))
         if blocks is not None and blocks.lines is not None:
-            keep = keep & (blocks.lines | holds[:, None])
+            keep = keep & (blocks.lines | holds)
     if blocks is not None:
         keep = keep | blocks.chosen
-    keep = (keep | always[:, None]) & seen.visible[:, None]
-    return block_lists(keep, seen.full), keep
+    keep = (keep | always) & problem.visible
+    return block_lists(keep, problem.seen.full), keep
