@@ -10,9 +10,10 @@ from torch import Tensor
 from flexmask import plain
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_max_budget, check_share
+from flexmask.base.options import check_max_budget, check_share
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
+from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
 from flexmask.method import BlockProblem, ByHead, method
 from flexmask.plain.pooling import pooled_map
@@ -75,7 +76,7 @@ def published_mask(
     """
     size, seen, gamma = problem.block_size, problem.seen, problem.as_tensor(gamma)
     blocks = seen.visible.shape[-1]
-    least, cap = blocks_of(min_budget, size) or 0, blocks_of(max_budget, size)
+    least, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
     most = blocks if cap is None else min(cap, blocks)
     last, key_means = plain.representative_mass(problem, "last"), problem.key_means()
     # the published scores have no term for the number of keys

@@ -140,7 +140,8 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
             )
         selection = select_blocks(selector, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
         mask = block_mask(inputs, selection)
-        return (mask, stats_of([selection.stats], [HeadGroup.of_all(inputs)])) if return_stats else mask
+        group = HeadGroup(*(slice(0, number) for number in (query.shape[0], query.shape[1], key.shape[1])))
+        return (mask, stats_of([selection.stats], [group])) if return_stats else mask
 
     # its signature is another
     del generate.__wrapped__

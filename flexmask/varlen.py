@@ -130,12 +130,9 @@ def sparse_attention_varlen(
     """
     selector = selector_of(method, block_size, options)
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
-    for name, tensor, layout in (
-        ("query", query, "(total_q, num_heads, head_dim)"),
-        ("key", key, "(total_k, num_kv_heads, head_dim)"),
-        ("value", value, "(total_k, num_kv_heads, v_head_dim)"),
-    ):
-        check_shape(name, tensor, layout)
+    check_shape("query", query, "(total_q, num_heads, head_dim)")
+    check_shape("key", key, "(total_k, num_kv_heads, head_dim)")
+    check_shape("value", value, "(total_k, num_kv_heads, v_head_dim)")
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(f"value must have key's total_k and num_kv_heads {tuple(key.shape[:2])}; got {tuple(value.shape[:2])}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k

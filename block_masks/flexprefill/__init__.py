@@ -10,7 +10,7 @@ from flexmask._torch import HAS_TRITON
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_max_budget, check_share
+from flexmask.base.options import check_max_budget, check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
@@ -135,7 +135,8 @@ def flexprefill_mask(
     given: Any = tau  # a tensor, except for 0
     largest = problem.as_tensor(given) if isinstance(given, Tensor) or given > 0 else given
     steps = kernels if problem.by_kernels else plain  # the method's own
-    floor, cap = blocks_of(min_budget, problem.block_size) or 0, blocks_of(max_budget, problem.block_size)
+    size = problem.block_size
+    floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
 
     # step 1: attention of the representative rows, and its mass by key block and by block diagonal
     index = shared.representative_mass(problem, index_queries)

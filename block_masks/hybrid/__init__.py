@@ -10,7 +10,7 @@ from flexmask._torch import HAS_TRITON
 from flexmask.base.checks import check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import blocks_of, check_share
+from flexmask.base.options import check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
@@ -117,7 +117,7 @@ def hybrid_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    shared, nearest = problem.steps, blocks_of(min_budget, problem.block_size) or 0
+    shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
     steps = kernels if problem.by_kernels else plain  # the method's own
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS

@@ -26,10 +26,6 @@ class HeadGroup(NamedTuple):
     query: slice
     key: slice
 
-    @staticmethod
-    def of_all(inputs: AttentionInputs) -> HeadGroup:
-        return HeadGroup(slice(0, inputs.query.shape[0]), slice(0, inputs.query.shape[1]), slice(0, inputs.key.shape[1]))
-
 
 class AttentionInputs(NamedTuple):
     """The tensors and numbers of one causal attention call, from `attention_inputs`.

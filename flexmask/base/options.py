@@ -82,8 +82,3 @@ def pairs_by_head(name: str, value: Any, num_heads: int) -> tuple[tuple[float, f
             if number < 0:
                 raise ValueError(f"{expected}; got {number} in it")
     return tuple((float(first), float(second)) for first, second in pairs)
-
-
-def blocks_of(tokens: int | None, block_size: int) -> int | None:
-    """Blocks that `tokens` fill, rounded up; None stays None."""
-    return None if tokens is None else -(-tokens // block_size)
