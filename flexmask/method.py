@@ -93,35 +93,25 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     for name in [p.name for p in declared] if fields.get("has_kernels") else ():
         if any(kind not in _PASSED for kind in kinds.get(name, (Any,))):
             raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
-    pairs = {p.name: (plans or {}).get(p.name) for p in declared if PairsByHead in kinds.get(p.name, ())}
     made = Method(
         choose, {p.name: p.default for p in declared}, choose.__name__.removesuffix("_mask"),
         floats=tuple(p.name for p in declared if float in kinds.get(p.name, ())),
         shares=tuple(p.name for p in declared if ByHead in kinds.get(p.name, ())),
-        pairs=pairs, **fields,
+        pairs={p.name: (plans or {}).get(p.name) for p in declared if PairsByHead in kinds.get(p.name, ())}, **fields,
     )  # fmt: skip
     known = METHODS.get(made.name)
     # a module may be imported again
     if known is not None and _qualified_name(known.choose) != _qualified_name(choose):
-        raise ValueError(
-            f"{choose.__name__} must have another name: method {made.name!r} is that of {'.'.join(_qualified_name(known.choose))}"
-        )
+        owner = _qualified_name(known.choose)
+        raise ValueError(f"{choose.__name__} must have another name: method {made.name!r} is that of {owner}")
     positional = [p.name for p in declared if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
-        query: Tensor,
-        key: Tensor,
-        *given: Any,
-        block_size: int = 128,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        attention_mask: Tensor | None = None,
-        q_offset: int | Tensor | None = None,
-        return_stats: bool = False,
-        **options: Any,
-    ) -> Any:
+        query: Tensor, key: Tensor, *given: Any, block_size: int = 128, scale: float | None = None, softcap: float | None = None,
+        window: int | None = None, attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None,
+        return_stats: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
         if len(given) > len(positional):
             raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(given)}")
         for name, value in zip(positional[: len(given)], given, strict=True):
@@ -161,5 +151,5 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _qualified_name(function: Callable[..., Any]) -> tuple[str, str]:
-    return function.__module__, function.__qualname__
+def _qualified_name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
