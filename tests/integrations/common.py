@@ -1,12 +1,15 @@
 """Shared by the tests of the adapter for transformers."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.families import FAMILIES
+from tests.repository import ROOT
 
 # one shape: each further one costs a compilation
 BATCH, LENGTH = 2, 530
@@ -18,8 +21,26 @@ def make_model(family="Llama", seed=0, **options):
     return FAMILIES[family].make(seed, **options)
 
 
+def in_two_processes(script, *arguments):
+    """Run a file of this folder by torchrun, on CPUs."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command += [str(ROOT / "tests/integrations" / script), *map(str, arguments)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def checkpointed(model, use_reentrant=False):
+    model.train()
+    # the name of transformers 5.23 on, and the older one
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+    return model
+
+
 def padded(tokens, number=70):
-    mask = torch.ones_like(tokens)
+    mask = tokens.new_ones(tokens.shape)
     mask[1, :number] = 0
     return mask
 

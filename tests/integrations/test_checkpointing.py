@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.mask import PrefillMask
-from tests.integrations.common import make_model
+from tests.integrations.common import checkpointed, make_model
 
 # all dense, since CPUs have no other gradients: the reason of a call shows whose options it ran with
 DENSE = {"dense_below": 10**6}
@@ -21,20 +21,6 @@ reentrant = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not re
 def _gradients(no_gradients):
     with torch.enable_grad():
         yield
-
-
-def checkpointed(family="Llama", use_reentrant=False):
-    model = make_model(family).train()
-    # the name of transformers 5.23 on, and the older one
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
-    return model
-
-
-def compile_layers(model):
-    torch._dynamo.reset()
-    for layer in model.model.layers:
-        layer.self_attn.compile(backend="eager")
 
 
 def loss_of(model, tokens):
@@ -50,7 +36,7 @@ def gradients_of(model):
 @reentrant
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_a_backward_inside_the_block_gives_the_gradients_of_the_model(family, use_reentrant, prompt):
-    model = checkpointed(family, use_reentrant)
+    model = checkpointed(make_model(family), use_reentrant)
     loss_of(model, prompt).backward()
     expected = gradients_of(model)
     with flexmask_hf.sparse_prefill(model, **DENSE):
@@ -63,7 +49,7 @@ def test_a_backward_inside_the_block_gives_the_gradients_of_the_model(family, us
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_backward_after_the_block_is_refused_by_name(attention, family, use_reentrant, prompt):
-    model = checkpointed(family, use_reentrant)
+    model = checkpointed(make_model(family), use_reentrant)
     model.set_attn_implementation(attention)
     with flexmask_hf.sparse_prefill(model, **DENSE):
         loss = loss_of(model, prompt)
@@ -72,10 +58,12 @@ def test_a_backward_after_the_block_is_refused_by_name(attention, family, use_re
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled layers"])
-def test_a_layer_runs_again_under_the_block_of_its_forward(compiled, prompt):
-    model = checkpointed()
+def test_a_layer_runs_again_under_the_block_of_its_forward(compiled, model, prompt):
+    model = checkpointed(model)
     if compiled:
-        compile_layers(model)
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.self_attn.compile(backend="eager")
     with flexmask_hf.sparse_prefill(model, dense_below=1000) as outer:
         loss = loss_of(model, prompt)
         with flexmask_hf.sparse_prefill(model, dense_below=2000) as inner:
@@ -84,9 +72,9 @@ def test_a_layer_runs_again_under_the_block_of_its_forward(compiled, prompt):
     assert outer.reasons == dict.fromkeys((0, 1), [f"{prompt.shape[1]} tokens < dense_below 1000"] * 2)
 
 
-def test_a_backward_in_another_thread_runs_under_the_block_of_the_forward(prompt):
+def test_a_backward_in_another_thread_runs_under_the_block_of_the_forward(model, prompt):
     """As autograd's own threads, which compute on GPUs."""
-    model = checkpointed()
+    model = checkpointed(model)
     first, second = (flexmask_hf.sparse_prefill(model, dense_below=number) for number in (1000, 2000))
     with first as run:
         loss = loss_of(model, prompt)

@@ -133,7 +133,6 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
             NotImplementedError,
             r"packed sequences \(cu_seq_lens_q\) over a cache or under an attention_mask; use use_cache=False",
         ),
-        ({"read_index": [torch.arange(LENGTH)]}, NotImplementedError, r"does not serve the argument read_index"),
     ],
 )
 def test_what_does_not_fit_a_pack_is_refused(model, tokens, changes, error, message):

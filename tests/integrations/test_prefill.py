@@ -1,13 +1,18 @@
-"""The adapter's prefill on a tiny random model."""
+"""The adapter's prefill on a tiny random model, of ragged batches and over several devices; its registered names."""
+
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface
+from transformers import AttentionInterface, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
-from tests.integrations.common import SPARSE
+from flexmask.environment import check_release
+from tests.integrations.common import KEEP_ALL, LENGTH, SPARSE, padded
 
 
 def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
@@ -37,3 +42,57 @@ def test_collects_what_is_asked_for(model, tokens, collected):
     with flexmask_hf.sparse_prefill(model, **SPARSE, collect_stats=stats, collect_masks=masks) as run:
         model(tokens)
     assert (len(run.stats), len(run.masks)) == (2 * stats, 2 * masks)
+
+
+def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):
+    lengths = (530, 341)
+    mask = torch.stack([torch.arange(LENGTH) >= LENGTH - length for length in lengths]).long()
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    # blocks lie elsewhere in a padded prompt: below gamma 1 other tokens may be kept
+    for settings, rows in ((SPARSE, 1), (KEEP_ALL, 2)):
+        with flexmask_hf.sparse_prefill(model, **settings):
+            together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
+            alone = [model.generate(tokens[row : row + 1, LENGTH - lengths[row] :], **options)[0, -4:] for row in range(2)]
+        assert torch.equal(together[:rows], torch.stack(alone[:rows]))
+
+
+def test_layers_on_other_devices(model, tokens, tmp_path):
+    """Accelerate moves what each layer is called with, masks too."""
+    pytest.importorskip("accelerate")
+    model.save_pretrained(tmp_path / "model")
+    parts = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    parts |= {"model.norm": "cpu", "lm_head": "cpu"}
+    spread = LlamaForCausalLM.from_pretrained(tmp_path / "model", device_map=parts, offload_folder=tmp_path / "disk").eval()
+    mask = padded(tokens)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with flexmask_hf.sparse_prefill(model, **SPARSE):
+        expected = model.generate(tokens, **options)
+    with flexmask_hf.sparse_prefill(spread, **SPARSE) as run:
+        assert torch.equal(spread.generate(tokens, **options), expected)
+    assert run.stats[1][0].density.max() < 1
+
+
+def test_import_registers_nothing():
+    code = """
+import flexmask.integrations.huggingface as flexmask_hf
+from transformers import AttentionInterface, AttentionMaskInterface
+names = [{*AttentionInterface().valid_keys()}, {*AttentionMaskInterface().valid_keys()}]
+assert not any("flexmask" in name for both in names for name in both)
+flexmask_hf.register()
+assert all("flexmask" in interface().valid_keys() for interface in (AttentionInterface, AttentionMaskInterface))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_name_alone_runs_with_the_defaults(model, tokens):
+    expected = model(tokens).logits
+    flexmask_hf.register()
+    model.set_attn_implementation("flexmask")
+    assert (model(tokens).logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("release", ["4.53.3", "5.25.0", "6.0.0"])
+def test_other_transformers_are_named(release):
+    with pytest.raises(ImportError, match=rf"transformers 4\.54 to 5\.24; got {release}"):
+        check_release(release)

@@ -1,21 +1,23 @@
-"""Models and calls that the adapter refuses by name."""
+"""Models and calls that the adapter refuses by name, when a block opens or in the forward."""
+
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.session import SWITCHED, Session
 from tests.integrations.cells import RELEASE, dynamic_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, make_model
+from tests.integrations.families import VOCABULARY
 
 FORWARD_REFUSALS = {
-    "4-D": lambda model, tokens: {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
-    "read_index": lambda model, tokens: {"read_index": [torch.arange(LENGTH)]},
-    "block_indices": lambda model, tokens: {"block_indices": torch.zeros(1, dtype=torch.int64)},
-    "indices": lambda model, tokens: {"indices": torch.zeros(1, dtype=torch.int64)},
-    "output_attentions": lambda model, tokens: {"output_attentions": True},
-    "position_bias": lambda model, tokens: {"position_bias": torch.zeros(1)},
+    "4-D": {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
+    **{name: {name: torch.zeros(1, dtype=torch.int64)} for name in ("read_index", "block_indices", "indices", "position_bias")},
+    **{name: {name: value} for name, value in (("output_attentions", True), ("prefill_chunk_size", 20))},
 }
 
 
@@ -49,7 +51,7 @@ def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
 def test_forward_refuses(model, tokens, what):
     refused = pytest.raises(NotImplementedError, match=f"does not serve .*{what}.*; use ")
     with flexmask_hf.sparse_prefill(model, **KEEP_ALL), refused:
-        model(tokens, **FORWARD_REFUSALS[what](model, tokens))
+        model(tokens, **FORWARD_REFUSALS[what])
 
 
 def test_bidirectional_attention_is_refused(tokens):
@@ -100,3 +102,63 @@ def test_continuous_batching_is_refused(model, tokens):
         return
     with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not serve"):
         model.generate_batch([[1, 2, 3]])
+
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+WHISPER: dict[str, Any] = {
+    **{f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")},
+    **{"d_model": 16, "num_mel_bins": 4, "vocab_size": VOCABULARY, "max_source_positions": 8, "max_target_positions": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}
+
+
+def bert(**options):
+    return transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SIZES, **options))
+
+
+def llama4():
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY, **SIZES, num_key_value_heads=2, head_dim=16, num_local_experts=2, intermediate_size_mlp=32
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+MODELS = {
+    "encoder": (bert, "BertModel, an encoder: every layer's attention is marked as bidirectional; use", "attention interface"),
+    "encoder and decoder": (
+        lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER)),
+        "WhisperForConditionalGeneration, an encoder with a decoder, whose cross attention it does not know; use",
+        "",
+    ),
+    "chunked": (llama4, "Llama4ForCausalLM, a model with chunked attention", ""),
+    "attention weights": (
+        lambda: make_model(attn_implementation="eager", output_attentions=True),
+        'LlamaForCausalLM, a config with output_attentions; use attn_implementation="eager"',
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_model_is_refused_and_left_as_it_was(make):
+    build, message, before_5 = MODELS[make]
+    model = build()
+    former = model.config._attn_implementation
+    errors = (NotImplementedError, ValueError) if before_5 else NotImplementedError
+    with (
+        pytest.raises(errors, match=f"{message}|{before_5}" if before_5 else message) as caught,
+        flexmask_hf.sparse_prefill(model),
+    ):
+        pytest.fail("entered")
+    assert "text_config" not in str(caught.value)
+    assert model.config._attn_implementation == former
+    assert not Session.of(model).scopes
+    assert not SWITCHED
+    assert not model.base_model._forward_hooks
+
+
+def test_dropout_is_not_refused_before_the_forward(tokens):
+    """The model may go to evaluation later."""
+    model = make_model(attention_dropout=0.1).train()
+    with flexmask_hf.sparse_prefill(model), torch.no_grad():
+        model.eval()(tokens[:, :50])

@@ -1,9 +1,6 @@
 """The rows of a prompt over two processes, by the code of docs/context-parallel.md, keep the blocks of the same chunks in one."""
 
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from flexmask.integrations.huggingface import sparse_prefill
-from tests.integrations.families import FAMILIES
+from tests.integrations.common import in_two_processes
 from tests.repository import ROOT
 
 OPTIONS: dict[str, Any] = {"block_size": 32, "min_budget": 0, "min_coverage": 0.0, "dense_below": 0}
@@ -32,32 +29,13 @@ def code():
 
 
 @pytest.fixture
-def model():
-    return FAMILIES["Llama"].make()
-
-
-@pytest.fixture
 def two(tmp_path, model, tokens, code):
     """Results of both processes, by gamma."""
     bounds = [0, BOUND, tokens.shape[1]]
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
     torch.save({"tokens": tokens, "bounds": bounds, "options": OPTIONS}, tmp_path / "asked.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run(
-        [*command, str(ROOT / "tests/integrations/rows_over_ranks.py"), str(tmp_path)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    in_two_processes("rows_over_ranks.py", tmp_path)
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
 
 

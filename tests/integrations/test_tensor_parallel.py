@@ -1,15 +1,11 @@
 """A model over two processes by transformers' tp_plan gives the results of one."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import torch
 
 from flexmask.integrations.huggingface import sparse_prefill
-from tests.integrations.families import FAMILIES
-from tests.repository import ROOT
+from tests.integrations.common import in_two_processes
 
 BLOCKS: dict[str, Any] = {"method": "flexprefill", "block_size": 64, "min_budget": 0, "dense_below": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -19,29 +15,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def results_of_two_processes(folder, model, tokens, surroundings):
-    """Results of process 0 of two, under torchrun."""
-    model.save_pretrained(folder / "model")
-    torch.save({"tokens": tokens, "options": OPTIONS}, folder / "tokens.pt")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(folder / name) for name in ("model", "tokens.pt", "results.pt")]
-    run = subprocess.run(
-        [*command, str(ROOT / "tests/integrations/tensor_parallel.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), **surroundings},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    results = torch.load(folder / "results.pt")
+def test_two_processes_give_what_one_gives(tmp_path, model, tokens):
+    model.save_pretrained(tmp_path / "model")
+    torch.save({"tokens": tokens, "options": OPTIONS}, tmp_path / "tokens.pt")
+    in_two_processes("tensor_parallel.py", *(tmp_path / name for name in ("model", "tokens.pt", "results.pt")))
+    results = torch.load(tmp_path / "results.pt")
     assert results["processes"] == 2
-    return results
-
-
-def test_two_processes_give_what_one_gives(tmp_path, tokens):
-    model = FAMILIES["Llama"].make()
-    results = results_of_two_processes(tmp_path, model, tokens, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
     with torch.no_grad():
         dense = model(tokens).logits
         for name, options in OPTIONS.items():

@@ -11,6 +11,7 @@ from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.loss_gradient import MOST_SCORED, backward_through_loss
 from tests.integrations import tune_calls
+from tests.integrations.common import checkpointed
 from tests.integrations.families import VOCABULARY
 
 OPTIONS = {**tune_calls.OPTIONS, "density": 1.0}
@@ -61,11 +62,19 @@ class GivesEveryLogit(LlamaForCausalLM):
         return super().forward(input_ids, use_cache=use_cache)
 
 
-def test_a_model_that_cannot_choose_its_logits_is_served(model, prompt):
-    expected = flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS)
-    other = GivesEveryLogit(model.config).eval()
-    other.load_state_dict(model.state_dict())
-    found = flexmask_hf.tune(other, prompt, gradient=True, **OPTIONS)
+@pytest.mark.parametrize("how", ["every logit", "checkpoints", "inference mode"])
+def test_other_models_and_callers_get_the_same(model, prompt, how):
+    expected, calls = flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS), []
+    if how == "every logit":
+        other = GivesEveryLogit(model.config).eval()
+        other.load_state_dict(model.state_dict())
+        model = other
+    elif how == "checkpoints":
+        checkpointed(model)
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda module, given: calls.append(module))
+    with torch.inference_mode(how == "inference mode"):
+        found = flexmask_hf.tune(model, prompt.clone(), gradient=True, **OPTIONS)
+    assert len(calls) == 1 + (how == "checkpoints")
     assert torch.tensor(found.curve) == pytest.approx(torch.tensor(expected.curve), rel=1e-3, abs=1e-9)
 
 
@@ -82,24 +91,6 @@ def test_a_head_that_nothing_reads_costs_nothing(model, prompt):
     # it is the first to lose its blocks
     cheapest = result.at(error=0).rows()
     assert [row["gamma"] for row in cheapest] == [0.2 if (row["layer"], row["head"]) == (0, 1) else 1.0 for row in cheapest]
-
-
-def checkpointed(model, use_reentrant):
-    model.train()
-    # the name of transformers 5.23 on, and the older one
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
-    return model
-
-
-def test_checkpointed_layers_give_the_same(model, prompt):
-    expected = flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS)
-    checkpointed(model, use_reentrant=False)
-    calls = []
-    model.model.layers[0].self_attn.register_forward_pre_hook(lambda module, given: calls.append(module))
-    found = flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS)
-    assert len(calls) == 2
-    assert torch.tensor(found.curve) == pytest.approx(torch.tensor(expected.curve), rel=1e-3, abs=1e-9)
 
 
 def test_the_model_is_left_as_it_was(model, prompt):
@@ -129,13 +120,6 @@ def test_what_was_measured_is_not_measured_again(model, tokens, tmp_path):
     assert again.curve == expected.curve
     with pytest.raises(ValueError, match=r"resume must be a file of the same .* is of another errors"):
         flexmask_hf.tune(model, tokens, resume=path, **OPTIONS)
-
-
-def test_a_caller_in_inference_mode_gets_the_same(model, prompt):
-    expected = flexmask_hf.tune(model, prompt, gradient=True, **OPTIONS)
-    with torch.inference_mode():
-        found = flexmask_hf.tune(model, prompt.clone(), gradient=True, **OPTIONS)
-    assert found.curve == expected.curve
 
 
 def test_reentrant_checkpoints_are_refused(model, prompt):
