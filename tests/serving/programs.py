@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,22 @@ def refusals(generate: Callable[..., Any], prompt: list[int], error: type[Except
         except error as raised:
             told += [{"refused": str(raised)}]
     return [*told, *generate([prompt])]
+
+
+def plan_one_token_off(starts: Sequence[int], lengths: Sequence[int], *rest: Any) -> Any:
+    """A fault to plant: a later chunk misses the last cached token."""
+    from flexmask.integrations.serving.plan import plan_step
+
+    chunks = zip(starts, starts[1:], lengths, strict=False)
+    return plan_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
+
+
+def assert_prefixes_shared(told: list[Any], stock: list[Any]) -> None:
+    """Among requests with equal options, of three kinds; without the plug-in the first request serves all."""
+    cached = [each["cached"] for each in told]
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) > 2400
+    assert min(each["cached"] for each in stock[1:]) > 2400
 
 
 def assert_refused(told: list[Any], stock: list[Any]) -> None:

@@ -12,9 +12,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from flexmask.integrations.serving import engine as engine_module
-from flexmask.integrations.serving.plan import plan_step
 from flexmask.integrations.sglang import step as step_module
 from flexmask.integrations.sglang.step import slots_of
+from tests.serving.programs import plan_one_token_off
 from tests.sglang.served import DIM, HEADS, KEEP_ALL, SPARSE, STEPS, Served, ServedMixture, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -134,11 +134,6 @@ def slots_with_one_of_another_request(table, indices, request, tokens):
     if slots is not None:
         slots[3] = table[(indices[request] + 1) % 8, 3]
     return slots
-
-
-def plan_one_token_off(starts, lengths, *rest):
-    chunks = zip(starts, starts[1:], lengths, strict=False)
-    return plan_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.serving.programs import assert_refused
+from tests.serving.programs import assert_prefixes_shared, assert_refused
 from tests.vllm.agreement import differences, distance, summary
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
@@ -63,11 +63,7 @@ def test_requests_choose_gamma_or_dense_attention(run):
 
 
 def test_requests_share_prefixes_where_their_options_are_equal(run):
-    cached = [each["cached"] for each in run("chosen")["behind_one_prefix"]]
-    assert cached[:3] == [0, 0, 0]
-    assert min(cached[3:]) > 2400
-    # without the plug-in the first of them serves all
-    assert min(each["cached"] for each in run("chosen_stock")["behind_one_prefix"][1:]) > 2400
+    assert_prefixes_shared(*(run(name)["behind_one_prefix"] for name in ("chosen", "chosen_stock")))
 
 
 def test_wrong_options_of_a_request_are_refused_and_the_server_goes_on(run):

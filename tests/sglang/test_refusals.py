@@ -1,11 +1,14 @@
-"""Refused servers, the kernel for everything else, and the largest call."""
+"""Refused servers and interfaces, the kernel for everything else, and the largest call."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
+from flexmask.integrations.serving.versions import fields_of
 from flexmask.integrations.sglang.backend import largest_call, make_backend, stock_kernel
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
+from flexmask.integrations.sglang.versions import interface_faults
 
 
 def server(prefill="flexmask", decode="fa3", **others):
@@ -20,6 +23,7 @@ def test_a_plain_server_is_served():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"uses_mla": True}, "does not serve multi-head latent attention"),
         ({"decode": "flexmask"}, "'flexmask' must be the --prefill-attention-backend, beside another for decoding"),
         ({"enable_dp_attention": True}, "enable_dp_attention must be off .* attention that is parallel over data"),
         ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap must be off"),
@@ -30,12 +34,7 @@ def test_a_plain_server_is_served():
 )
 def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
-        refuse_server(server(**given), uses_mla=False)
-
-
-def test_latent_attention_is_refused():
-    with pytest.raises(ValueError, match="does not serve multi-head latent attention"):
-        refuse_server(server(), uses_mla=True)
+        refuse_server(server(**given), given.get("uses_mla", False))
 
 
 class Gemma3ForConditionalGeneration:
@@ -84,3 +83,25 @@ def test_the_kernel_for_everything_else_is_that_of_decoding():
 def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, tokens, largest):
     args, model = server(chunked_prefill_size=chunk), SimpleNamespace(context_len=131072)
     assert largest_call(SimpleNamespace(server_args=args, model_config=model, max_total_num_tokens=tokens)) == largest
+
+
+def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
+    pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+    from sglang.srt import server_args
+    from sglang.srt.layers import radix_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    assert interface_faults(TorchNativeAttnBackend) == []
+
+    class Other:
+        def __init__(self, num_heads, new):
+            pass
+
+    monkeypatch.setattr(radix_attention, "RadixAttention", Other)
+    options = dataclasses.make_dataclass("ServerArgs", fields_of(server_args.ServerArgs) - {"enable_pdmux"})
+    monkeypatch.setattr(server_args, "ServerArgs", options)
+    told = "; ".join(interface_faults(Other))
+    assert "backend.forward_extend must take q, k, v, layer, forward_batch, save_kv_cache; got none" in told
+    assert "backend.init_forward_metadata_out_graph must take forward_batch; got none" in told
+    assert "ServerArgs must have enable_pdmux" in told
+    assert "RadixAttention must take" in told and "got new, num_heads" in told

@@ -11,44 +11,25 @@ TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
 LENGTHS = (34, 48, 5)
 
 
-@pytest.fixture
-def rows():
-    return tuple(torch.randn(HEADS, 48, DIM) for _ in range(2))
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["numbers", "bytes"])
 @pytest.mark.parametrize("order", ["heads first", "tokens first", "pages apart"])
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_pages_of_a_gpu_cache(order, tokens, rows):
-    shape = (PAGES, HEADS, PAGE, 2 * DIM)
-    cache = torch.full(shape, float("nan"))
-    if order == "tokens first":
-        cache = torch.full((PAGES, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
-    if order == "pages apart":  # another layer's page between two
-        cache = torch.full((PAGES, 2, PAGE, HEADS, 2 * DIM), float("nan"))[:, 1].transpose(1, 2)
-    for token in range(tokens):
-        cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token] for each in rows], -1)
-    page_table = PageTable(TABLE, tokens)
-    for made, expected in zip(gathered(cache, page_table, DIM), rows, strict=True):
-        torch.testing.assert_close(made, expected[:, :tokens], rtol=0, atol=0)
-    for first in (0, 3, tokens):
-        for made, expected in zip(gathered(cache, page_table.since(first), DIM), rows, strict=True):
-            torch.testing.assert_close(made, expected[:, first:tokens], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("page_size", [1, 48, 528, 544])
-@pytest.mark.parametrize("order", ["heads first", "tokens first"])
-def test_pages_of_any_size(page_size, order):
+@pytest.mark.parametrize(
+    ("page_size", "tokens"), [*((PAGE, tokens) for tokens in LENGTHS), (1, 48), (48, 1111), (528, 1111), (544, 1111)]
+)
+def test_pages_of_a_gpu_cache(page_size, tokens, order, dtype):
     """Of a mixture they take as many bytes as a state; neither blocks nor chunks need divide them."""
-    tokens, dim = 1111, 8
-    order_of_pages = torch.randperm(-(-tokens // page_size) + 2, generator=torch.Generator().manual_seed(0))
-    number = torch.arange(len(order_of_pages) * HEADS * page_size * 2 * dim, dtype=torch.float32)
-    cache = number.view(len(order_of_pages), HEADS, page_size, 2 * dim)
+    generator = torch.Generator().manual_seed(0)
+    number = -(-tokens // page_size) + 2
+    cache = torch.randint(256, (number, HEADS, page_size, 2 * DIM), generator=generator).to(dtype)
     if order == "tokens first":
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    rows = torch.stack([cache[order_of_pages[each // page_size], :, each % page_size] for each in range(tokens)], 1)
-    table = PageTable(order_of_pages.int(), tokens)
-    for first in (0, 527, 528, 1000):
-        for made, expected in zip(gathered(cache, table.since(first), dim), rows.split(dim, -1), strict=True):
+    if order == "pages apart":  # another layer's page between two
+        cache = torch.stack([cache, 1 + cache], 1).transpose(2, 3).contiguous()[:, 0].transpose(1, 2)
+    pages = torch.randperm(number, generator=generator)
+    rows = torch.stack([cache[pages[token // page_size], :, token % page_size] for token in range(tokens)], 1)
+    table = PageTable(pages.int(), tokens)
+    for first in (0, 3, 527, 528, 1000, tokens):
+        for made, expected in zip(gathered(cache, table.since(min(first, tokens)), DIM), rows.split(DIM, -1), strict=True):
             assert torch.equal(made, expected[:, first:])
 
 
@@ -59,18 +40,11 @@ def test_a_cache_of_another_shape_is_refused(shape):
 
 
 @pytest.mark.parametrize("name", FP8_CACHES)
-@pytest.mark.parametrize("order", ["heads first", "tokens first"])
-def test_pages_of_an_fp8_cache_are_bytes(name, order, rows):
-    stored = [each.to(FP8_CACHES[name]) for each in rows]
-    cache = torch.zeros(PAGES, HEADS, PAGE, 2 * DIM, dtype=torch.uint8)
-    if order == "tokens first":
-        cache = torch.zeros(PAGES, PAGE, HEADS, 2 * DIM, dtype=torch.uint8).transpose(1, 2)
-    for token in range(34):
-        cache[TABLE[token // PAGE], :, token % PAGE] = torch.cat([each[:, token].view(torch.uint8) for each in stored], -1)
-    for made, numbers in zip(gathered(cache, PageTable(TABLE, 34), DIM), stored, strict=True):
-        assert torch.equal(in_fp8(made, name).float(), numbers[:, :34].float())
+def test_numbers_of_an_fp8_cache_may_be_bytes(name):
+    numbers = torch.randn(64).to(FP8_CACHES[name])
+    assert torch.equal(in_fp8(numbers.view(torch.uint8), name).float(), numbers.float())
     # vLLM's CPU cache has the dtype
-    assert in_fp8(stored[0], name) is stored[0]
+    assert in_fp8(numbers, name) is numbers
 
 
 def transposed(keys, values, cache):
@@ -91,19 +65,17 @@ def paired(keys, values, cache):
 
 @pytest.mark.parametrize("write", [transposed, paired])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype, rows):
+def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype):
     orders = order_of_cache(PAGE, DIM, dtype, write)
-    keys, values = (each.to(dtype) for each in rows)
+    keys, values = torch.randn(2, HEADS, 48, DIM).to(dtype)
     cache = torch.full((PAGES, HEADS, PAGE, 2 * DIM), float("nan")).to(dtype)
     for number, page in enumerate(TABLE[:3]):
         part = slice(number * PAGE, (number + 1) * PAGE)
         write(keys[:, part].transpose(0, 1), values[:, part].transpose(0, 1), cache[page : page + 1])
     for tokens in LENGTHS:
-        for made, right in zip(gathered_on_cpu(cache, PageTable(TABLE, tokens), DIM, orders), (keys, values), strict=True):
-            assert torch.equal(made.float(), right[:, :tokens].float())
-        for first in (3, tokens):
-            later = gathered_on_cpu(cache, PageTable(TABLE, tokens).since(first), DIM, orders)
-            for made, right in zip(later, (keys, values), strict=True):
+        for first in (0, 3, tokens):
+            found = gathered_on_cpu(cache, PageTable(TABLE, tokens).since(first), DIM, orders)
+            for made, right in zip(found, (keys, values), strict=True):
                 assert torch.equal(made.float(), right[:, first:tokens].float())
 
 

@@ -161,23 +161,24 @@ MIXES = {
 }
 
 
+def assert_stock_outputs(parts, common, tensors):
+    builder, impl = parts
+    with torch.inference_mode():
+        output, expected = (torch.full_like(tensors[0], float("nan")) for _ in range(2))
+        impl.forward(LAYER, *tensors, builder.build(0, common), output)
+        StockImpl.forward(impl, LAYER, *tensors, StockBuilder.build(builder, 0, common), expected)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.attention
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
-    builder, impl = parts
-    common, (query, key, value, cache) = step_of(MIXES[mix], order)
-    with torch.inference_mode():
-        metadata = builder.build(0, common)
-        output = torch.full_like(query, float("nan"))
-        impl.forward(LAYER, query, key, value, cache, metadata, output)
-        expected = torch.empty_like(query)
-        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert_stock_outputs(parts, *step_of(MIXES[mix], order))
     sparse = sum(rows for rows, _ in MIXES[mix] if rows >= 32)
     assert (engine.counters.sparse_tokens, engine.counters.steps) == (sparse, sparse > 0)
     # parts get no ahead-of-time schedule
-    assert all(each.is_fast for each in impl.calls[:-1] if sparse)
+    assert all(each.is_fast for each in parts[1].calls[:-1] if sparse)
 
 
 class WindowedImpl(StockImpl):
@@ -249,40 +250,26 @@ def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, capl
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "scale", "reason"),
     [
-        ({"causal": False}, "attention of a step is not causal"),
-        ({"seq_lens_cpu_upper_bound": None}, "the host has no lengths of a step"),
-        ({"mm_req_doc_ranges": {0: [(3, 9)]}}, "a step has images that see later tokens"),
+        ({"causal": False}, 0.2, "attention of a step is not causal"),
+        ({"seq_lens_cpu_upper_bound": None}, 0.2, "the host has no lengths of a step"),
+        ({"mm_req_doc_ranges": {0: [(3, 9)]}}, 0.2, "a step has images that see later tokens"),
+        # set in every forward of vLLM's Transformers backend
+        ({}, 1.0, "a layer made with scale 0.2 has scale 1"),
     ],
 )
-def test_steps_that_run_stock_count_as_dense_and_say_why(change, reason, parts, engine, caplog):
+def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, parts, engine, caplog):
     builder, impl = parts
+    impl.scale = scale
     engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
-    common, (query, key, value, cache) = step_of(MIXES["sparse ones between dense ones"])
+    common, tensors = step_of(MIXES["sparse ones between dense ones"])
     for _ in range(2):
-        metadata = builder.build(0, common.replace(**change))
-        impl.forward(LAYER, query, key, value, cache, metadata, torch.empty_like(query))
+        assert_stock_outputs(parts, common.replace(**change), tensors)
     assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
     # models that take images name each request's images
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
-
-
-def test_a_scale_set_after_construction_runs_stock(parts, engine, caplog):
-    """As in every forward of vLLM's Transformers backend."""
-    builder, impl = parts
-    engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
-    common, (query, key, value, cache) = step_of(MIXES["sparse ones between dense ones"])
-    impl.scale = 1.0
-    with torch.inference_mode():
-        output, expected = torch.empty_like(query), torch.empty_like(query)
-        for _ in range(2):
-            impl.forward(LAYER, query, key, value, cache, builder.build(0, common), output)
-        StockImpl.forward(impl, LAYER, query, key, value, cache, StockBuilder.build(builder, 0, common), expected)
-    torch.testing.assert_close(output, expected)
-    assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
-    assert caplog.messages == ["flexmask: attention runs stock: a layer made with scale 0.2 has scale 1"]
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
