@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -56,7 +55,9 @@ class Output:
     def result(self, document: dict[str, Any]) -> None:
         """The result as a JSON document, if requested; NaN and infinity become null."""
         if self.as_json:
-            print(json.dumps(_json_value(document), indent=2))
+            from flexmask.integrations.record.files import finite
+
+            print(json.dumps(finite(document), indent=2, default=str))
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
@@ -82,13 +83,3 @@ class _Lines:
         if tenths > self._tenths:
             self._tenths = tenths
             self._output.remark(f"{self._what}: {done} of {total}")
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(name): _json_value(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)

@@ -22,13 +22,7 @@ _STOCK = {
     "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN", "CPU_ATTN"),
     "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA", "CPU_MLA"),
 }
-# by kernel, and whether attention is latent
-_BY_KERNEL = {
-    ("FLASH_ATTN", False): "SparseFlashAttention",
-    ("TRITON_ATTN", False): "SparseTritonAttention",
-    ("FLASH_ATTN", True): "SparseFlashLatentAttention",
-    ("TRITON_ATTN", True): "SparseTritonLatentAttention",
-}
+_KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # in our names
 
 
 def __getattr__(name: str) -> Any:
@@ -40,10 +34,10 @@ def __getattr__(name: str) -> Any:
 
     from flexmask.integrations.vllm.engine import engine_of
 
-    config, kernel, is_latent = get_current_vllm_config_or_none(), "FLASH_ATTN", False
-    if config is not None:
-        kernel, is_latent = engine_of(config).options.kernel, bool(config.model_config.use_mla)
-    return _backend(_BY_KERNEL[kernel, is_latent])
+    config = get_current_vllm_config_or_none()
+    if config is None:
+        return _backend("SparseFlashAttention")
+    return _backend(f"Sparse{_KINDS[engine_of(config).options.kernel]}{'Latent' if config.model_config.use_mla else ''}Attention")
 
 
 def _check(stock: Any) -> None:
