@@ -54,16 +54,14 @@ class Times:
         self.attention += attention
 
     def document(self, rest: float) -> dict[str, Any]:
-        """Medians of the rounds, and the expected time to first token: attention, selection, and `rest` seconds of the model.
-
-        `first_token_ratios` are the smallest and largest ratio of one round.
-        """
+        """Medians of the rounds, and the expected time to first token: attention, selection, and `rest` seconds of the model."""
         dense, selection, sparse = float(np.median(self.dense)), float(np.median(self.selection)), []
         for density, by_round in zip(self.density, self.attention, strict=True):
             attention, ratios = float(np.median(by_round)), (rest + self.dense) / (rest + self.selection + by_round)
             first = rest + selection + attention
             seconds = {"selection_seconds": selection, "attention_seconds": attention, "first_token_seconds": first}
             of_dense = {"attention_ratio": dense / (selection + attention), "first_token_ratio": (rest + dense) / first}
+            # of one round
             extremes = {"first_token_ratios": [float(ratios.min()), float(ratios.max())]}
             sparse.append({"density": float(density), **seconds, **of_dense, **extremes})
         kernel = ", ".join(sorted(self.kernels))
@@ -103,10 +101,7 @@ def matmul_speed(rows: int, width: int, zero: Tensor) -> float:
 def model_times(
     plan: Sequence[PlannedLayer], tokens: int, densities: Sequence[float], settings: PrefillSettings, speed: float, zero: Tensor
 ) -> Times:
-    """Times of all attention layers of a `layer_plan` on random tensors of the device and dtype of `zero`, 0-d.
-
-    Layers that stay dense count in both, scaled by the pairs that their window shows.
-    """
+    """Times of a `layer_plan` on random tensors like `zero`, 0-d; dense layers count in both, by the pairs of their window."""
     by_shape: dict[tuple[int | None, ...], Times] = {}
     whole = Times(len(densities))
     # sparse layers first: their times serve dense ones of the same shape

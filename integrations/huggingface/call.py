@@ -72,13 +72,10 @@ class PrefillCall(NamedTuple):
             for number, segment in enumerate(segments)
             if segment.q_len > 0
         ]
-        reasons = {call.sequence: None if self.probe is not None else call.reason_no_mask() for call in calls}
-        together = [segments[number] for number, reason in reasons.items() if reason is not None]
-        dense = iter(dense_attention_packed(whole, together))
-        stats = dense_stats(whole.query)
-        parts = []
-        for call in calls:
-            reason = reasons[call.sequence]
+        reasons = [None if self.probe is not None else call.reason_no_mask() for call in calls]
+        together = [segments[call.sequence] for call, reason in zip(calls, reasons, strict=True) if reason is not None]
+        dense, stats, parts = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
+        for call, reason in zip(calls, reasons, strict=True):
             if reason is None:
                 parts.append(call.attention())
                 continue

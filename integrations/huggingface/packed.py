@@ -61,10 +61,7 @@ class GivenBounds:
 
 
 class PackedCheck:
-    """Detects positions that restart within one prefill, without waiting for the device.
-
-    On CUDA the first layer starts a copy to the host, which later layers poll; a model of one layer may miss it.
-    """
+    """Detects positions that restart, without waiting: on CUDA later layers poll the copy that the first one starts."""
 
     def __init__(self) -> None:
         self._answer: Tensor | None = None

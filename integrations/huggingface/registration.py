@@ -159,10 +159,7 @@ def _of_sdpa(layer: type) -> int:
 
 
 def _number(layer: type, name: str | None, called_name: str | None) -> int:
-    """Number in `_WITHIN` of `attention` inside the wrappers of the function of that name, else of SDPA's.
-
-    Leaves out wrappers that the called function has too. Warns of what cannot be put around another function.
-    """
+    """Number in `_WITHIN` of `attention` inside the named function's wrappers, else SDPA's, without those of the called one."""
     called, stock, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
     key = (id(stock), id(sdpa), id(called))
     if key not in _numbered:

@@ -44,10 +44,7 @@ def codes(entry: Any) -> set[Any]:
 
 
 def around(entry: Any, inner: Function, without: Collection[Any] = ()) -> Function | None:
-    """`entry` with `inner` in place of the attention function that it wraps; None if none is found.
-
-    The state of the wrappers, as counters, is shared with `entry`. Wrappers whose `code_of` is in `without` are left out.
-    """
+    """`entry` around `inner`, with the same state, without wrappers in `without` (by `code_of`); None if it wraps none."""
     if is_attention(entry):
         return inner
     held = _held(entry, {id(entry)})

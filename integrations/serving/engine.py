@@ -98,10 +98,7 @@ class Engine:
         sinks: Tensor | None = None,
         is_counted: bool = True,
     ) -> Tensor:
-        """Attention of a request's chunk, (rows, num_heads, v_head_dim).
-
-        `query` is (rows, num_heads, head_dim); `key` and `value` are those of all tokens so far, as `after_cached` makes them.
-        """
+        """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
         statistics = self.counters.statistics if self.options.count_density else ()
         out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics)
         if stats is not None and is_counted:

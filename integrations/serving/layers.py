@@ -65,10 +65,9 @@ class SparseLayer(LayerShape):
 
 
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
-    """The role of layer `number` on one rank: sparse with its options, or the reason for the engine's own kernel.
+    """The role of layer `number` on a rank, whose query heads are an equal share of all, in order.
 
-    Ranks have equal shares of the query heads, in order. Raises TypeError or ValueError for options of another number of heads,
-    and for a method that cannot serve the layer.
+    Raises TypeError or ValueError for options of another number of heads, and for a method that cannot serve the layer.
     """
     call_options = settings.call_options
     reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)

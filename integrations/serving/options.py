@@ -108,10 +108,7 @@ def has_options(given: Mapping[str, Any] | None) -> bool:
 
 
 def request_options(given: Any, settings: PrefillSettings) -> RequestOptions | None:
-    """Read a request's options among the names that it `given`; None if they are the server's.
-
-    Raises ValueError, which engines answer the request with, for unknown names with our prefix and for values out of range.
-    """
+    """A request's options, None if they are the server's; ValueError, its answer, for unknown names and wrong values."""
     given = given if isinstance(given, Mapping) else {}
     unknown = sorted(name for name in given if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
     if unknown:

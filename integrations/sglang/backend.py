@@ -134,10 +134,7 @@ class SparsePrefill:
         forward_batch: Any,
         save_kv_cache: bool,
     ) -> Tensor:
-        """Attention of one layer in a step with sparse requests, in the shape of the queries.
-
-        Keys and values go to the cache unless another kernel wrote them, with ``save_kv_cache=False``.
-        """
+        """Attention of one layer, in the shape of the queries; without `save_kv_cache` another kernel has written the cache."""
         (q, k, v), engine = qkv, self.flexmask
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))

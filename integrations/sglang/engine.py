@@ -82,10 +82,7 @@ class SGLangEngine(Engine):
         }
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Log the roles, compile, and on a GPU make the largest call, a chunk of so many rows at the end of so many tokens.
-
-        SGLang captures its graphs afterwards. The memory of the call is held until the first request.
-        """
+        """Log the roles, compile, and on a GPU hold the memory of the largest call (`Engine.start`) until the first request."""
         from sglang.srt.utils import DynamicGradMode
 
         def hold(call: Callable[[], None]) -> None:

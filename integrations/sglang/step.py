@@ -56,10 +56,7 @@ def stock_reason(forward_batch: Any) -> str | None:
 
 
 def rows_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
-    """The first row of each request and the end of the last, and tokens so far, as the host has them; None unless prompts.
-
-    Of a batch whose lengths the host lacks, one request of all rows: `stock_reason` has a reason.
-    """
+    """First rows of requests and the end of the last, and tokens so far; None unless prompts; without lengths one request."""
     if forward_batch.forward_mode.name not in PROMPTS:
         return None
     lengths = lengths_of(forward_batch)

@@ -135,10 +135,7 @@ class Allocation(NamedTuple):
 
 
 def allocate(heads: Sequence[Sequence[AtGamma]]) -> Allocation:
-    """Lower the heads' gammas greedily, each time where dropping a block costs least error.
-
-    A head's steps skip gammas that cost more than lower ones: its prices never fall, and one sort by price orders all steps.
-    """
+    """Lower gammas greedily where a block costs least error: a head's prices never fall, so one sort orders all steps."""
     highest = tuple(_densest(choices) for choices in heads)
     steps = [step for head, choices in enumerate(heads) for step in _way_down(head, choices)]
     # stable: keeps each head's order

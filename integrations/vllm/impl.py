@@ -79,8 +79,8 @@ class SparsePrefillImpl(FindsItsRole):
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self._engine.prepare(query.device, in_profile=True)
-            return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        self.flexmask_role(layer.layer_name)
+        else:
+            self.flexmask_role(layer.layer_name)
         planned = self.flexmask_step(attn_metadata)
         if planned is None:
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)

@@ -122,15 +122,12 @@ def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:
-    """The indices in a page of its keys and values, by element ``token * head_dim + dimension``: (page_size * head_dim,) int64.
-
-    Writes element numbers digit by digit and reads the cache back. Raises RuntimeError if the cache loses elements.
-    """
+    """Indices in a page of its keys and values, by ``token * head_dim + dimension``, int64; RuntimeError if elements are lost."""
     size = page_size * head_dim
     number = torch.arange(size)
     totals = [torch.zeros(size, dtype=torch.int64) for _ in range(2)]
     place = 1
-    while place < size:
+    while place < size:  # the numbers of elements, digit by digit
         digits = (number // place) % _BASE
         rows = digits.to(dtype).view(page_size, 1, head_dim)
         cache = torch.zeros(1, 1, page_size, 2 * head_dim, dtype=dtype)
