@@ -88,10 +88,12 @@ def test_arguments_that_do_not_change_attention_are_served(tokens, family, argum
         assert (model(tokens, **arguments).logits - expected).abs().max() < 1e-4
 
 
-def test_dropout_is_refused(tokens):
+def test_dropout_is_refused_in_the_forward(tokens):
     model = make_model(attention_dropout=0.1).train()
-    with flexmask_hf.sparse_prefill(model, **KEEP_ALL), pytest.raises(NotImplementedError, match="dropout"):
-        model(tokens)
+    with flexmask_hf.sparse_prefill(model):
+        with pytest.raises(NotImplementedError, match="dropout"):
+            model(tokens)
+        model.eval()(tokens[:, :50])
 
 
 def test_continuous_batching_is_refused(model, tokens):
@@ -155,10 +157,3 @@ def test_model_is_refused_and_left_as_it_was(make):
     assert not Session.of(model).scopes
     assert not SWITCHED
     assert not model.base_model._forward_hooks
-
-
-def test_dropout_is_not_refused_before_the_forward(tokens):
-    """The model may go to evaluation later."""
-    model = make_model(attention_dropout=0.1).train()
-    with flexmask_hf.sparse_prefill(model), torch.no_grad():
-        model.eval()(tokens[:, :50])

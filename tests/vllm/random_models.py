@@ -13,45 +13,44 @@ def prompt(length):
     return random.Random(0).choices(range(4, _VOCABULARY - 12), k=length)
 
 
+def saved(folder, kind, change=None, config=None, **options):
+    """The folder of a model of random weights, which `change` gets by name."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, config or f"{kind}Config")(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters() if change is not None else ():
+            change(name, parameter)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def gemma(folder):
     """Weights large enough for the soft cap to matter; every other layer has a window."""
-    import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
     heads = {**_HEADS, "head_dim": 32, "query_pre_attn_scalar": 2, "intermediate_size": 96}
     scores = {"sliding_window": _WINDOW, "attn_logit_softcapping": 5.0, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    Gemma2ForCausalLM(Gemma2Config(**_SHAPE, **heads, **scores)).save_pretrained(folder)
-    return str(folder)
+    return saved(folder, "Gemma2", **_SHAPE, **heads, **scores)
 
 
 def gemma4(folder):
     """Every other layer has a window, the others wide heads, whose pages differ."""
-    import torch
-    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
-
     heads = {**_HEADS, "head_dim": 64, "global_head_dim": 512, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": _WINDOW, "intermediate_size": 96}
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "pad_token_id": 0}
-    torch.manual_seed(0)
-    config = Gemma4TextConfig(**_SHAPE, **heads, **kinds, **without, initializer_range=0.1)
-    Gemma4ForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    return saved(folder, "Gemma4", config="Gemma4TextConfig", **_SHAPE, **heads, **kinds, **without, initializer_range=0.1)
 
 
 def gpt_oss(folder):
     """Sinks take much of the attention; every other layer has a window."""
-    import torch
-    from transformers import GptOssConfig, GptOssForCausalLM
-
     heads = {**_HEADS, "head_dim": 64, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(**_SHAPE, **heads, sliding_window=_WINDOW, initializer_range=0.2))
-    for name, parameter in model.named_parameters():
+
+    def change(name, parameter):
         if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter, 5.0, 1.0)
-    model.save_pretrained(folder)
-    return str(folder)
+            parameter.normal_(5.0, 1.0)
+
+    return saved(folder, "GptOss", change, **_SHAPE, **heads, sliding_window=_WINDOW, initializer_range=0.2)
 
 
 def laguna(folder):
@@ -93,15 +92,10 @@ def laguna(folder):
 
 def deepseek(folder):
     """Without experts; latent attention in widths of vLLM's CPU kernel."""
-    import torch
-    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
-
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96, "moe_intermediate_size": 64}
     ranks = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     dense = {"first_k_dense_replace": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    torch.manual_seed(0)
-    DeepseekV2ForCausalLM(DeepseekV2Config(**_SHAPE, **heads, **ranks, **dense, initializer_range=0.1)).save_pretrained(folder)
-    return str(folder)
+    return saved(folder, "DeepseekV2", **_SHAPE, **heads, **ranks, **dense, initializer_range=0.1)
 
 
 # states of 538 kB in float32, of 270 kB in bfloat16: vLLM gives pages of attention as many bytes, 544 tokens
@@ -110,51 +104,35 @@ _MAMBA_HEADS = {"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 1
 
 def nemotron_h(folder):
     """Layers of Mamba 2 and of attention, in turns."""
-    import torch
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
     shape = {name: each for name, each in _SHAPE.items() if name != "num_hidden_layers"}
     kinds = {"layers_block_type": ["mamba", "attention"] * 2, "expand": 16, "chunk_size": 128, **_MAMBA_HEADS}
-    torch.manual_seed(0)
-    config = NemotronHConfig(**shape, **_HEADS, **kinds, head_dim=64, intermediate_size=96, initializer_range=0.2)
-    NemotronHForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    sizes = {"head_dim": 64, "intermediate_size": 96, "initializer_range": 0.2}
+    return saved(folder, "NemotronH", **shape, **_HEADS, **kinds, **sizes)
 
 
 def granite(folder):
     """Layers of Mamba 2 and of attention in turns, each before a dense one; no positions but the states'."""
-    import torch
-    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
-
     kinds = {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope", "num_local_experts": 0}
     kinds |= {"num_experts_per_tok": 0, "intermediate_size": 96, "shared_intermediate_size": 96}
     states = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 256, "mamba_n_groups": 1, "mamba_expand": 2}
-    torch.manual_seed(0)
-    config = GraniteMoeHybridConfig(**{**_SHAPE, "hidden_size": 256}, **_HEADS, **kinds, **states, initializer_range=0.2)
-    GraniteMoeHybridForCausalLM(config).save_pretrained(folder)
-    return str(folder)
+    shape = {**_SHAPE, "hidden_size": 256, "initializer_range": 0.2}
+    return saved(folder, "GraniteMoeHybrid", **shape, **_HEADS, **kinds, **states)
 
 
 def qwen3_next(folder):
     """Gated delta nets and gated attention, in turns, as in Qwen3.5; attention takes a good part of the output."""
-    import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 96}
     states = {"linear_num_value_heads": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
     # vLLM needs a layer with experts
     experts = {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
-    torch.manual_seed(0)
-    config = Qwen3NextConfig(**_SHAPE, **_HEADS, **kinds, **states, **experts, initializer_range=0.1)
-    model = Qwen3NextForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.fill_(0.5)
-            elif name.endswith("o_proj.weight"):
-                parameter.mul_(4)
-            elif name.endswith(("out_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.3)
-    model.save_pretrained(folder)
-    return str(folder)
+
+    def change(name, parameter):
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.fill_(0.5)
+        elif name.endswith("o_proj.weight"):
+            parameter.mul_(4)
+        elif name.endswith(("out_proj.weight", "down_proj.weight")):
+            parameter.mul_(0.3)
+
+    return saved(folder, "Qwen3Next", change, **_SHAPE, **_HEADS, **kinds, **states, **experts, initializer_range=0.1)

@@ -145,35 +145,18 @@ def test_chunked_local_attention_derives_the_builder():
 
 
 def test_interfaces_that_are_others_are_named(monkeypatch):
-    assert interface_faults(Stock) == []
-    builder, impl = Stock.get_builder_cls(), Stock.get_impl_cls()
-
-    class OtherBuilder(builder):
-        def build(self, common_attn_metadata, fast_build=False):
-            """Without common_prefix_len."""
-
-    class OtherImpl(impl):
-        def __init__(self, num_heads):
-            """Without the others."""
-
-    class Other(Stock):
-        forward_includes_kv_cache_update = True
-
-        @staticmethod
-        def get_builder_cls():
-            return OtherBuilder
-
-        @staticmethod
-        def get_impl_cls():
-            return OtherImpl
-
-    faults = interface_faults(Other)
-    wanted = ("builder.build must take common_prefix_len", "arguments must have alibi_slopes", "in the cache before forward")
-    assert len(faults) == len(wanted)
-    assert all(part in fault for part, fault in zip(wanted, faults, strict=True))
     from vllm.model_executor.layers.attention import attention
     from vllm.v1.worker import ubatch_utils
 
+    assert interface_faults(Stock) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Stock.get_builder_cls(), "build", lambda self, common_attn_metadata: None)
+        patch.setattr(Stock.get_impl_cls(), "__init__", lambda self, num_heads: None)
+        patch.setattr(Stock, "forward_includes_kv_cache_update", True)
+        faults = interface_faults(Stock)
+    wanted = ("builder.build must take common_prefix_len", "arguments must have alibi_slopes", "implementation must have scale")
+    for part, fault in zip((*wanted, "in the cache before forward"), faults, strict=True):
+        assert part in fault
     monkeypatch.delattr(ubatch_utils, "split_attn_metadata")
     assert "split_attn_metadata" in interface_faults(Stock)[0]
     monkeypatch.setattr(attention, "set_default_quant_scales", lambda layer: layer._k_scale)
@@ -181,41 +164,31 @@ def test_interfaces_that_are_others_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16, 2, 64), (3, 16, 2, 128), ()])
-def test_a_cache_of_another_shape_is_named(shape):
-    class Other(Stock):
-        @staticmethod
-        def get_kv_cache_shape(pages, page_size, heads, head_dim):
-            """As backends have it until 0.28."""
-            return shape
-
-    assert interface_faults(Other) == [f"the cache must have the shape (3, 2, 16, 128); got {shape}"]
+def test_a_cache_of_another_shape_is_named(shape, monkeypatch):
+    # as backends have it until 0.28
+    monkeypatch.setattr(Stock, "get_kv_cache_shape", lambda *sizes: shape, raising=False)
+    assert interface_faults(Stock) == [f"the cache must have the shape (3, 2, 16, 128); got {shape}"]
 
 
 def test_interfaces_of_latent_attention(monkeypatch):
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.v1.attention.backends.mla.prefill import base
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Latent
 
     # its own arguments come as keywords, which it passes on
     assert interface_faults(Latent) == []
-    impl = Latent.get_impl_cls()
 
-    class OtherImpl(impl):
+    class OtherImpl(Latent.get_impl_cls()):
         def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype):
             """Without those of latent attention."""
 
         def forward_mha(self, q, kv_c_normed, k_pe, kv_cache):
             """With fewer arguments."""
 
-    class Other(Latent):
-        @staticmethod
-        def get_impl_cls():
-            return OtherImpl
-
-    faults = interface_faults(Other)
-    assert len(faults) == 2
-    assert "forward_mha must take q" in faults[0] and "kv_b_proj, kv_lora_rank" in faults[1]
-    from vllm.model_executor.layers.attention import mla_attention
-    from vllm.v1.attention.backends.mla.prefill import base
-
+    with monkeypatch.context() as patch:
+        patch.setattr(Latent, "get_impl_cls", lambda: OtherImpl)
+        first, second = interface_faults(Latent)
+    assert "forward_mha must take q" in first and "kv_b_proj, kv_lora_rank" in second
     monkeypatch.setattr(mla_attention.MLAAttention, "forward_impl", lambda self, q, kv: None)
     monkeypatch.delattr(base.MLAPrefillBackend, "clone")
     told = "; ".join(interface_faults(Latent))
