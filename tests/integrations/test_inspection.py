@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
 from flexmask.integrations.inspect import inspect_prefill
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
-from flexmask.integrations.inspect.inspection import NAMED, heads_by_rule, named_heads
+from flexmask.integrations.inspect.inspection import NAMED, heads_by_rule
 from tests.integrations.common import LENGTH, SPARSE, make_model
 from tests.integrations.families import VOCABULARY
 
@@ -109,15 +109,6 @@ def test_heads_by_rule_follow_their_rule():
     assert heads_by_rule(rows([1.0], [1.0], ["dense"])) == {}
 
 
-def test_named_heads_are_every_pair():
-    table = rows([0.5] * 6, [1.0] * 6, [VS] * 4 + ["dense"] * 2)
-    assert list(named_heads(table, [1, 0, 1], [0, 1])) == [(1, 0), (1, 1), (0, 0), (0, 1)]
-    with pytest.raises(ValueError, match=r"heads must be in \[0, 2\) in layer 0; got 2"):
-        named_heads(table, [0], [2])
-    with pytest.raises(ValueError, match="layer 2 ran dense"):
-        named_heads(table, [2], [0])
-
-
 @pytest.fixture(scope="module")
 def inspected():
     """Model, prompt, an inspection of layer 1, heads 0 and 3, and the calls of `progress`."""
@@ -127,7 +118,7 @@ def inspected():
     found = inspect_prefill(
         model,
         prompt,
-        layers=np.array([1]),
+        layers=np.array([1, 1]),
         heads=[np.int64(0), 3],
         progress=lambda done, of: steps.append((done, of)),
         **SPARSE,
@@ -202,6 +193,7 @@ def test_attention_that_is_not_finite_is_null_and_no_warning(inspected):
         ({"layers": [2]}, ValueError, r"layers must be in \[0, 2\); got 2"),
         ({"layers": [0], "heads": [-1]}, ValueError, "heads must be >= 0; got -1"),
         ({"layers": [0], "heads": [0]}, ValueError, "layer 0 ran dense"),
+        ({"layers": [0], "heads": [4]}, ValueError, r"heads must be in \[0, 4\) in layer 0; got 4"),
         ({"layers": []}, ValueError, "layers must name at least one"),
         ({"method": lambda query, key, **options: None}, ValueError, "method must be a name to be inspected"),
         ({"gamm": 0.9}, TypeError, "gamm"),

@@ -44,13 +44,6 @@ def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, le
     assert f"in chunks of at least {least_rows} rows," in roles_line([role], options, "stock")
 
 
-@pytest.mark.parametrize(("head_dim", "reason"), [(512, None), (640, "head_dim 640 outside 16 to 512")])
-def test_heads_that_no_kernel_takes_stay_stock(head_dim, reason):
-    settings = read_options({}, "options", "here", ("",), "").settings
-    role = role_of_shape(LayerShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim, scale=0.2), 0, settings)
-    assert (role if isinstance(role, str) else None) == reason
-
-
 @given(
     requests=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400), st.booleans()), min_size=1, max_size=12),
     least_rows=st.sampled_from([2, 16, 64]),

@@ -49,6 +49,7 @@ def test_number_of_a_layer_by_its_name(name, number):
         {"logits_soft_cap": 50.0},
         {"sinks": torch.zeros(4)},
         {"sliding_window": 20000},
+        {"head_size": 512},
     ],
 )
 def test_layers_that_are_served(given):
@@ -76,7 +77,7 @@ def test_latent_attention_is_served_as_the_plain_attention_that_it_becomes():
         ({"attn_type": Kind.ENCODER}, "attention of type"),
         ({"kv_sharing_target_layer_name": "model.layers.0"}, "another layer's cache"),
         ({"sliding_window": 4096}, "sliding window 4096 < dense_below 16384"),
-        ({"head_size": 640}, "head_dim 640"),
+        ({"head_size": 640}, "head_dim 640 outside 16 to 512"),
         ({"chunk_lookback": 2}, "chunk_lookback, which flexmask does not know"),
         ({"something_new": torch.zeros(1)}, "something_new"),
         ({"number": None}, "no layer number"),
