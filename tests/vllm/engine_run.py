@@ -7,8 +7,9 @@ import json
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
-from tests.serving.programs import refusals
+from tests.serving.programs import plan_one_token_off, refusals
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
@@ -16,7 +17,6 @@ from tests.vllm.engines import ENGINES, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu,
 MIXTURE_CHUNK = 777
 # tokens, of which attention takes no fewer bytes than a state
 MIXTURE_PAGE = 544
-SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
 
 
 def main(name: str, *device_and_out: str) -> None:
@@ -39,7 +39,10 @@ def main(name: str, *device_and_out: str) -> None:
     }
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
     asked = Asked(LLM(**{**common, **given, **engine.arguments}))
-    results = {**getattr(asked, engine.asks)(), "backends": asked.backends(), "roles": asked.roles()}
+    answers = asked.counted(engine.asks) if isinstance(engine.asks, tuple) else getattr(asked, engine.asks)()
+    results = {**answers, "backends": asked.backends(), "roles": asked.roles()}
+    if engine.with_faults:
+        results["faults"] = {name: getattr(asked, f"with_{name}")() for name in ("another_page", "offset_off_by_one")}
     # of this process
     results.setdefault("counters", asked.counts())
     Path(out).write_text(json.dumps(results), encoding="utf-8")
@@ -51,28 +54,11 @@ class Asked:
     def __init__(self, llm):
         self.llm = llm
 
-    def all(self):
-        return self.counted((*SPARSELY, "rechunked", "short", "prefix_hits", "preempted", "aborted"))
-
-    def all_and_faults(self):
-        faults = {"another_page": self.with_another_page, "offset_off_by_one": self.with_offset_off_by_one}
-        return {**self.all(), "faults": {name: ask() for name, ask in faults.items()}}
-
-    def sparsely(self):
-        return self.counted(SPARSELY)
-
-    def chosen(self):
-        """Requests with options of their own: in one step, behind one prefix, and wrong ones."""
-        return self.counted(("beside_each_other", "behind_one_prefix", "wrongly"))
-
     def counted(self, questions):
         """Answers, and how much the requests compiled and counted."""
         before = compilations()
         results = {name: getattr(self, name)() for name in questions}
         return {**results, "compiled_by_requests": compilations() - before, "counters": self.counts()}
-
-    def by_head(self):
-        return {"whole": self.whole()}
 
     def in_777s(self):
         """`odd_chunks` and `mixed`, for an engine with steps of 777 rows."""
@@ -134,11 +120,8 @@ class Asked:
         from flexmask.integrations.vllm import builder
 
         right = builder.PageTable
-        builder.PageTable = lambda table, tokens: right(torch.cat([table[1:2], table[1:]]), tokens)
-        try:
+        with patch.object(builder, "PageTable", lambda table, tokens: right(torch.cat([table[1:2], table[1:]]), tokens)):
             return self.generate(*arguments, **options)
-        finally:
-            builder.PageTable = right
 
     def budget(self, tokens):
         """Most rows of a step, which vLLM reads in every step."""
@@ -240,18 +223,10 @@ class Asked:
         """Two requests that do not fit together: one is preempted."""
         self.budget(MOST_TOKENS)
         self.llm.reset_prefix_cache()
-        scheduler, preempt, thrown_out = self.scheduler, self.scheduler._preempt_request, []
-
-        def counting(request, *arguments, **options):
-            thrown_out.append(request.request_id)
-            return preempt(request, *arguments, **options)
-
-        scheduler._preempt_request = counting
-        try:
+        preempt = self.scheduler._preempt_request
+        with patch.object(self.scheduler, "_preempt_request", side_effect=preempt) as counting:
             answers = self.generate([prompt(4150, seed=7), prompt(4150, seed=8)], tokens=90)
-        finally:
-            scheduler._preempt_request = preempt
-        return [*answers, {"preemptions": len(thrown_out)}]
+        return [*answers, {"preemptions": counting.call_count}]
 
     def aborted(self):
         """A request is dropped between its chunks; its neighbour goes on."""
@@ -281,27 +256,13 @@ class Asked:
             table[3] = table[20] if tokens > 700 else table[3]
             right(page_table, table, tokens)
 
-        pages.PageTable.__init__ = wrong
-        try:
+        with patch.object(pages.PageTable, "__init__", wrong):
             return self.odd_chunks()
-        finally:
-            pages.PageTable.__init__ = right
 
     def with_offset_off_by_one(self):
         """A fault: a later chunk misses the last cached token."""
-        from flexmask.integrations.serving import engine
-
-        right = engine.plan_step
-
-        def wrong(starts, lengths, *rest):
-            chunks = zip(starts, starts[1:], lengths, strict=False)
-            return right(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
-
-        engine.plan_step = wrong
-        try:
+        with patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off):
             return self.odd_chunks()
-        finally:
-            engine.plan_step = right
 
 
 def latent_chunk(device):

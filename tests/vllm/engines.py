@@ -33,15 +33,22 @@ HALF = {**SPARSE, "gamma": 0.5, "min_budget": 64}
 BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 
+SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
+ALL = (*SPARSELY, "rechunked", "short", "prefix_hits", "preempted", "aborted")
+# requests with options of their own, which the stock backend ignores
+CHOSEN = ("beside_each_other", "behind_one_prefix", "wrongly")
+
+
 class Engine(NamedTuple):
-    """Options of flexmask (None: the stock backend), questions, model, and more arguments of vLLM."""
+    """Options of flexmask (None: the stock backend), questions or a method that asks several, and more arguments of vLLM."""
 
     options: dict[str, Any] | None
-    asks: str = "all"
+    asks: tuple[str, ...] | str = ALL
     model: Callable[[Path], str] | None = None  # writes one; None: the retriever
     ranks: int = 1
     kernel: str = "FLASH_ATTN"
     arguments: Mapping[str, Any] = {}
+    with_faults: bool = False
 
 
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
@@ -72,23 +79,22 @@ def _of_mixtures():
 
 ENGINES = {
     "stock": Engine(None),
-    "keep_all": Engine(KEEP_ALL, "all_and_faults"),
+    "keep_all": Engine(KEEP_ALL, with_faults=True),
     "sparse": Engine(SPARSE),
-    "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, "sparsely"),
-    "by_head": Engine(BY_HEAD, "by_head"),
-    # requests with options of their own, which the stock backend ignores
-    "chosen_stock": Engine(None, "chosen"),
-    "chosen": Engine(SPARSE, "chosen"),
-    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, "chosen"),
+    "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, SPARSELY),
+    "by_head": Engine(BY_HEAD, ("whole",)),
+    "chosen_stock": Engine(None, CHOSEN),
+    "chosen": Engine(SPARSE, CHOSEN),
+    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, CHOSEN),
     # the memory-measuring run comes before the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
     # on a GPU: chunks in graphs that are larger than they are
     "graphs": Engine(KEEP_ALL, arguments=_GRAPHS),
-    "graphs_sparse": Engine(SPARSE, "sparsely", arguments=_GRAPHS),
+    "graphs_sparse": Engine(SPARSE, SPARSELY, arguments=_GRAPHS),
     "triton_stock": Engine(None, kernel="TRITON_ATTN"),
     "triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
     # over two GPUs, in chunks of 777
-    "two_ranks": Engine(BY_HEAD, "by_head", ranks=2),
+    "two_ranks": Engine(BY_HEAD, ("whole",), ranks=2),
     "stock_on_two": Engine(None, "in_777s", ranks=2),
     "keep_all_on_two": Engine(KEEP_ALL, "in_777s", ranks=2),
     # every other layer has a window; all have a soft cap, or sinks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.versions import release_of
-from tests.serving.programs import assert_refused
+from tests.serving.programs import assert_prefixes_shared, assert_refused
 from tests.vllm.agreement import SAME, answers, differences, distance, summary
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
@@ -13,18 +13,8 @@ NEAR = 1e-3
 
 
 @pytest.fixture
-def stock(written):
-    return written("engine_run", "stock")
-
-
-@pytest.fixture
-def keep_all(written):
-    return written("engine_run", "keep_all")
-
-
-@pytest.fixture
-def sparse(written):
-    return written("engine_run", "sparse")
+def run(written):
+    return lambda name: written("engine_run", name)
 
 
 @pytest.fixture
@@ -38,14 +28,14 @@ def assert_same_answers(stock, ours):
 
 
 @pytest.mark.parametrize("asked", SAME)
-def test_gamma_one_gives_the_stock_backend_s_answers(asked, stock, keep_all):
-    assert_same_answers(stock[asked], keep_all[asked])
+def test_gamma_one_gives_the_stock_backend_s_answers(asked, run):
+    assert_same_answers(run("stock")[asked], run("keep_all")[asked])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", SAME)
-def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written):
-    compiled = written("engine_run", "compiled")
+def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, run):
+    stock, compiled = run("stock"), run("compiled")
     assert_same_answers(stock[asked], compiled[asked])
     assert compiled["compiled_by_requests"] == stock["compiled_by_requests"]
 
@@ -53,12 +43,12 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(asked, stock, written
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 @pytest.mark.parametrize("name", ["windows", "sinks"])
-def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, written):
+def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, run):
     import vllm
 
     if name == "sinks" and release_of(vllm.__version__, 2) < (0, 32):
         pytest.skip("the stock kernel for CPUs takes sinks in bfloat16 only")
-    stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
+    stock, ours = run(f"{name}_stock"), run(name)
     assert_same_answers(stock[asked], ours[asked])
     assert [role["window"] for role in ours["roles"].values()] == [200, None] * 2
     kinds = {(role["softcap"], role["sinks"]) for role in ours["roles"].values()}
@@ -66,12 +56,13 @@ def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, writte
     assert "4 of 4 attention layers prefill sparse" in ours["log"]
 
 
-def test_what_was_asked_did_happen(stock, keep_all):
-    for run in (stock, keep_all):
-        assert run["prefix_hits"][0]["cached"] == 0
-        assert all(each["cached"] > 1900 for each in run["prefix_hits"][1:])
-        assert run["preempted"][-1]["preemptions"] > 0
-        assert len(answers(run["aborted"])) == 1
+def test_what_was_asked_did_happen(run):
+    stock, keep_all = run("stock"), run("keep_all")
+    for told in (stock, keep_all):
+        assert told["prefix_hits"][0]["cached"] == 0
+        assert all(each["cached"] > 1900 for each in told["prefix_hits"][1:])
+        assert told["preempted"][-1]["preemptions"] > 0
+        assert len(answers(told["aborted"])) == 1
     assert (stock["counters"]["sparse"], stock["counters"]["density"]) == (0, None)
     # all of whole, chunks and odd_chunks; short is dense throughout
     assert keep_all["counters"]["sparse"] > 3001 + 1700 + 5000 + 3000
@@ -80,22 +71,22 @@ def test_what_was_asked_did_happen(stock, keep_all):
 
 
 @pytest.mark.parametrize("fault", ["another_page", "offset_off_by_one"])
-def test_a_planted_fault_is_caught(fault, stock, keep_all):
-    assert distance(stock["odd_chunks"], keep_all["faults"][fault]) > 100 * NEAR
+def test_a_planted_fault_is_caught(fault, run):
+    assert distance(run("stock")["odd_chunks"], run("keep_all")["faults"][fault]) > 100 * NEAR
 
 
 @pytest.mark.parametrize("asked", ["whole", "chunks", "odd_chunks"])
 @pytest.mark.parametrize("name", ["sparse", pytest.param("flexprefill", marks=pytest.mark.slow)])
-def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapter, written, stock):
-    sparse, adapter = written("engine_run", name), adapter[name]
-    ours, theirs = (run["prompt_logprobs"] for run in (sparse[asked][0], adapter[asked]))
+def test_sparse_prefill_is_the_adapter_s_with_the_same_chunks(name, asked, adapter, run):
+    sparse, adapter = run(name), adapter[name]
+    ours, theirs = (told["prompt_logprobs"] for told in (sparse[asked][0], adapter[asked]))
     differences = sorted(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     assert sum(differences) / len(differences) < 1e-4
     assert differences[int(0.99 * len(differences))] < 2e-4
     # half a unit in the last place of the weights moves one token's log-probability by 0.6e-3 to 3.3e-3
     assert differences[-1] < 5e-3
     assert sparse[asked][0]["tokens"][0] == adapter[asked]["token"]
-    assert distance(stock[asked], sparse[asked]) > 1
+    assert distance(run("stock")[asked], sparse[asked]) > 1
 
 
 needs_avx512 = pytest.mark.skipif(
@@ -105,9 +96,9 @@ needs_avx512 = pytest.mark.skipif(
 
 @needs_avx512
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
-def test_a_cache_of_fp8_is_read_as_the_stock_backend_reads_it(asked, stock, written):
+def test_a_cache_of_fp8_is_read_as_the_stock_backend_reads_it(asked, run):
     """If a chunk's own keys and values come from it too."""
-    ours, theirs = written("engine_run", "fp8_later"), written("engine_run", "fp8_stock")
+    stock, ours, theirs = run("stock"), run("fp8_later"), run("fp8_stock")
     assert [each["tokens"] for each in answers(ours[asked])] == [each["tokens"] for each in answers(theirs[asked])]
     assert summary(differences(ours[asked], theirs[asked]))["mean"] < NEAR
     assert 0 < ours["counters"]["sparse"] < ours["counters"]["sparse"] + ours["counters"]["dense"]
@@ -115,11 +106,11 @@ def test_a_cache_of_fp8_is_read_as_the_stock_backend_reads_it(asked, stock, writ
 
 
 @needs_avx512
-def test_a_cache_of_fp8_rounds_less_than_in_the_stock_backend(stock, written):
-    ours, theirs = (written("engine_run", name)["odd_chunks"] for name in ("fp8", "fp8_stock"))
-    rounding = summary(differences(stock["odd_chunks"], theirs))
+def test_a_cache_of_fp8_rounds_less_than_in_the_stock_backend(run):
+    stock, ours, theirs = (run(name)["odd_chunks"] for name in ("stock", "fp8", "fp8_stock"))
+    rounding = summary(differences(stock, theirs))
     assert summary(differences(ours, theirs))["mean"] < rounding["mean"]
-    assert summary(differences(stock["odd_chunks"], ours))["mean"] < rounding["mean"]
+    assert summary(differences(stock, ours))["mean"] < rounding["mean"]
 
 
 @pytest.fixture
@@ -132,9 +123,9 @@ def latent():
 
 @pytest.mark.usefixtures("latent")
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
-def test_latent_attention_is_the_stock_backend_s(asked, written):
+def test_latent_attention_is_the_stock_backend_s(asked, run):
     """Long and short prompts, and decoding rows beside chunks."""
-    stock, ours = written("engine_run", "latent_stock"), written("engine_run", "latent")
+    stock, ours = run("latent_stock"), run("latent")
     assert_same_answers(stock[asked], ours[asked])
     assert ours["backends"] == ["SparseCPULatentAttention"]
     # 1,500, 700 and 800 tokens, two again in chunks; 40 and 30 tokens, and 40 again
@@ -144,8 +135,8 @@ def test_latent_attention_is_the_stock_backend_s(asked, written):
 @pytest.mark.usefixtures("latent")
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 @pytest.mark.parametrize(("name", "least"), [("latent_sparse", 10 * NEAR), ("latent_half", 1000 * NEAR)])
-def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, least, asked, written):
-    stock, ours = written("engine_run", "latent_stock"), written("engine_run", name)
+def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, least, asked, run, written):
+    stock, ours = run("latent_stock"), run(name)
     theirs = written("adapter_run", "latent")[name][asked]
     assert ours["counters"]["density"] < 0.99
     apart = [abs(a - b) for a, b in zip(ours[asked][0]["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
@@ -176,9 +167,9 @@ each_mixture = pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.
 
 @pytest.mark.usefixtures("mixtures")
 @each_mixture
-def test_a_mixture_s_attention_is_the_stock_backend_s(name, written):
+def test_a_mixture_s_attention_is_the_stock_backend_s(name, run):
     near, pages, layers = MIXTURES[name]
-    stock, ours = written("engine_run", f"{name}_stock"), written("engine_run", name)
+    stock, ours = run(f"{name}_stock"), run(name)
     assert ours["page_sizes"] == pages
     for asked in ("chunks", "longer"):
         assert [each["tokens"] for each in stock[asked]] == [each["tokens"] for each in ours[asked]]
@@ -191,8 +182,8 @@ def test_a_mixture_s_attention_is_the_stock_backend_s(name, written):
 
 @pytest.mark.usefixtures("mixtures")
 @each_mixture
-def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, written):
-    stock, ours = (written("engine_run", f"{name}{kind}")["chunks"][0]["prompt_logprobs"] for kind in ("_stock", "_half"))
+def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, run, written):
+    stock, ours = (run(f"{name}{kind}")["chunks"][0]["prompt_logprobs"] for kind in ("_stock", "_half"))
     theirs = {kind: written("adapter_run", name)[kind]["prompt_logprobs"] for kind in ("dense", "half")}
 
     def mean(one, other):
@@ -204,17 +195,14 @@ def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, written):
     assert mean(ours, theirs["half"]) < 5 * mean(stock, theirs["dense"])
 
 
-def test_gammas_by_head_are_those_of_the_adapter(adapter, written):
-    one = written("engine_run", "by_head")["whole"]
-    differences = [
-        abs(a - b) for a, b in zip(one[0]["prompt_logprobs"], adapter["by_head"]["whole"]["prompt_logprobs"], strict=True)
-    ]
-    assert max(differences) < 5e-3
+def test_gammas_by_head_are_those_of_the_adapter(adapter, run):
+    ours, theirs = run("by_head")["whole"][0], adapter["by_head"]["whole"]
+    assert max(abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)) < 5e-3
 
 
 @pytest.fixture
-def chosen(written):
-    return {name: written("engine_run", name) for name in ("chosen_stock", "chosen", "chosen_half")}
+def chosen(run):
+    return {name: run(name) for name in ("chosen_stock", "chosen", "chosen_half")}
 
 
 def test_requests_of_one_step_choose_gamma_or_dense_attention(chosen):
@@ -230,12 +218,9 @@ def test_requests_of_one_step_choose_gamma_or_dense_attention(chosen):
 
 
 def test_requests_share_prefixes_where_their_options_are_equal(chosen):
-    first, second = chosen["chosen"]["behind_one_prefix"][:3], chosen["chosen"]["behind_one_prefix"][3:]
-    assert [each["cached"] for each in first] == [0, 0, 0]
-    assert all(each["cached"] > 2400 for each in second)
-    # without the plug-in the first of them serves all
-    assert all(each["cached"] > 2400 for each in chosen["chosen_stock"]["behind_one_prefix"][1:])
-    dense = [chosen[name]["behind_one_prefix"][each] for name in ("chosen_stock", "chosen") for each in (1, 4)]
+    ours, stock = (chosen[name]["behind_one_prefix"] for name in ("chosen", "chosen_stock"))
+    assert_prefixes_shared(ours, stock)
+    dense = [stock[1], stock[4], ours[1], ours[4]]
     assert all(distance([dense[0]], [each]) < NEAR for each in dense)
 
 
@@ -247,24 +232,25 @@ def test_options_of_a_request_compile_nothing(chosen):
     assert len({each["compiled_by_requests"] for each in chosen.values()}) == 1
 
 
-def test_two_ranks_share_heads_and_gammas(written):
-    one, two = (written("engine_run", name)["whole"] for name in ("by_head", "two_ranks"))
+def test_two_ranks_share_heads_and_gammas(run):
+    one, two = (run(name)["whole"] for name in ("by_head", "two_ranks"))
     assert [each["tokens"] for each in one] == [each["tokens"] for each in two]
     assert distance(one, two) < 5 * NEAR
 
 
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
-def test_two_ranks_give_the_stock_backend_s_answers_at_gamma_one(asked, stock, written):
-    two = written("engine_run", "keep_all_on_two")
-    assert_same_answers(stock[asked], two[asked])
+def test_two_ranks_give_the_stock_backend_s_answers_at_gamma_one(asked, run):
+    two = run("keep_all_on_two")
+    assert_same_answers(run("stock")[asked], two[asked])
     assert "4 of 4 attention layers prefill sparse" in two["log"]
 
 
-def test_requests_compile_no_more_than_the_stock_backend_s(stock, keep_all, sparse):
-    assert keep_all["compiled_by_requests"] == sparse["compiled_by_requests"] == stock["compiled_by_requests"]
+def test_requests_compile_no_more_than_the_stock_backend_s(run):
+    assert len({run(name)["compiled_by_requests"] for name in ("stock", "keep_all", "sparse")}) == 1
 
 
-def test_log_says_what_runs_and_what_ran(sparse):
+def test_log_says_what_runs_and_what_ran(run):
+    sparse = run("sparse")
     lines = [line for line in sparse["log"].splitlines() if "flexmask" in line]
     assert any("4 of 4 attention layers prefill sparse (hybrid, gamma 0.9, min_budget 128)" in line for line in lines)
     assert any("CPU_ATTN serves all else. Settings: additional_config." in line for line in lines)
