@@ -1,4 +1,4 @@
-"""One process of test_rows_over_ranks.py, run by torchrun with a folder: what is asked, the page's code, and the results."""
+"""One process of test_two_processes.py, run by torchrun with a folder: what is asked, the page's code, and the results."""
 
 import sys
 from pathlib import Path

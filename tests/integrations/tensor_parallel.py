@@ -1,4 +1,4 @@
-"""One process of test_tensor_parallel.py, run by torchrun with a model's folder, a file of tokens and the results' file."""
+"""One process of test_two_processes.py, run by torchrun with a model's folder, a file of tokens and the results' file."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The rows of a prompt over two processes, by the code of docs/context-parallel.md, keep the blocks of the same chunks in one."""
+"""A model over two processes, by heads (tp_plan) and by rows (docs/context-parallel.md), gives the results of one."""
 
 import re
 from types import SimpleNamespace
@@ -6,16 +6,42 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from transformers import DynamicCache
 
 from flexmask.integrations.huggingface import sparse_prefill
 from tests.integrations.common import in_two_processes
 from tests.repository import ROOT
 
-OPTIONS: dict[str, Any] = {"block_size": 32, "min_budget": 0, "min_coverage": 0.0, "dense_below": 0}
+BLOCKS: dict[str, Any] = {"method": "flexprefill", "block_size": 64, "min_budget": 0, "dense_below": 0}
+BY_HEADS: dict[str, dict[str, Any]] = {
+    "whole": {"gamma": 1.0, **BLOCKS},
+    "sparse": {"gamma": 0.6, "tau": 0.12, **BLOCKS},
+    "by head": {"gamma": [0.9, 0.3, 1.0, 0.5], "layers": {1: {"gamma": [0.2, 1.0, 0.4, 0.7]}}, "tau": 0.12, **BLOCKS},
+}
+
+
+def test_two_processes_of_some_heads_each_give_what_one_gives(tmp_path, model, tokens):
+    model.save_pretrained(tmp_path / "model")
+    torch.save({"tokens": tokens, "options": BY_HEADS}, tmp_path / "tokens.pt")
+    in_two_processes("tensor_parallel.py", *(tmp_path / name for name in ("model", "tokens.pt", "results.pt")))
+    results = torch.load(tmp_path / "results.pt")
+    assert results["processes"] == 2
+    with torch.no_grad():
+        dense = model(tokens).logits
+        for name, options in BY_HEADS.items():
+            with sparse_prefill(model, **options) as alone:
+                logits = model(tokens).logits
+                generated = model.generate(tokens, max_new_tokens=4, do_sample=False, pad_token_id=0)
+            assert (results[name] - logits).abs().max() < 1e-4
+            assert torch.equal(results[f"{name}, generated"], generated)
+            # the heads of process 0 are the first half
+            assert torch.equal(results[f"{name}, density"], alone.stats[1][0].density[:, :2])
+            assert torch.equal(results[f"{name}, density of the others"], alone.stats[1][0].density[:, 2:])
+    assert (results["dense"] - dense).abs().max() < 1e-4
+    assert (results["sparse"] - dense).abs().max() > 1e-2
+
+
+BY_ROWS: dict[str, Any] = {"block_size": 32, "min_budget": 0, "min_coverage": 0.0, "dense_below": 0}
 # a multiple of the block, and a stretch that is longer than the other
 BOUND = 320
 
@@ -34,7 +60,7 @@ def two(tmp_path, model, tokens, code):
     bounds = [0, BOUND, tokens.shape[1]]
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
-    torch.save({"tokens": tokens, "bounds": bounds, "options": OPTIONS}, tmp_path / "asked.pt")
+    torch.save({"tokens": tokens, "bounds": bounds, "options": BY_ROWS}, tmp_path / "asked.pt")
     in_two_processes("rows_over_ranks.py", tmp_path)
     return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
 
@@ -43,7 +69,7 @@ def two(tmp_path, model, tokens, code):
 def in_chunks(model, parts, gamma):
     """Logits and densities of the last layer, chunk by chunk, and the next token."""
     cache = DynamicCache(config=model.config)
-    with sparse_prefill(model, gamma=gamma, **OPTIONS) as run:
+    with sparse_prefill(model, gamma=gamma, **BY_ROWS) as run:
         logits = [model(part, past_key_values=cache).logits for part in parts]
     following = logits[-1][:, -1:].argmax(-1)
     after = model(following, past_key_values=cache).logits
