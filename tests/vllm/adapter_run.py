@@ -60,24 +60,20 @@ def main(*words_and_out):
     dtype = torch.bfloat16 if {"cuda", "bfloat16"} & set(words) else torch.float32
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
     if "latent" in words:
-        tokens = random_models.prompt(1500)
-        chunks = {"whole": len(tokens), "odd_chunks": latent_chunk(device)}
-        results = {
-            engine: {
-                asked: log_probabilities(model, tokens, chunk, ENGINES[engine].options, LEAST_LATENT_ROWS[device])
-                for asked, chunk in chunks.items()
-            }
-            for engine in ("latent_sparse", "latent_half")
-        }
+        tokens, least_rows = random_models.prompt(1500), LEAST_LATENT_ROWS[device]
+        asked = {"whole": (tokens, len(tokens)), "odd_chunks": (tokens, latent_chunk(device))}
+        engines = ("latent_sparse", "latent_half")
     else:
-        results = {
-            engine: {
-                asked: log_probabilities(model, prompt(length, seed), chunk, ENGINES[engine].options)
-                for asked, (length, seed, chunk) in QUESTIONS.items()
-                if engine != "by_head" or asked == "whole"
-            }
-            for engine in ("sparse", "flexprefill", "by_head")
+        asked = {name: (prompt(length, seed), chunk) for name, (length, seed, chunk) in QUESTIONS.items()}
+        engines, least_rows = ("sparse", "flexprefill", "by_head"), 2
+    results = {
+        engine: {
+            name: log_probabilities(model, tokens, chunk, ENGINES[engine].options, least_rows)
+            for name, (tokens, chunk) in asked.items()
+            if engine != "by_head" or name == "whole"
         }
+        for engine in engines
+    }
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 

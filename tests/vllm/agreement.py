@@ -53,6 +53,20 @@ _OTHERS = dict.fromkeys(("windows", "sinks", "both", "latent", "latent_triton"),
 _OTHERS |= {"fp8": ("odd_chunks", "mixed")}
 _SPARSE = ("sparse", "graphs_sparse", "flexprefill")
 _LATENT = ("latent_sparse", "latent_half", "latent_triton_half")
+# two engines and the questions by which they are compared
+_COMPARED = (
+    *((name, stock, SAME) for name, stock in _EVERYTHING.items()),
+    *((name, "stock", SAME) for name in ("triton_stock", "triton")),
+    *((name, f"{name}_stock", questions) for name, questions in _OTHERS.items()),
+    *((name, "stock", ("odd_chunks", "mixed")) for name in ("fp8_stock", "fp8", "fp8_later", "stock_on_two")),
+    *((name, "stock", ("whole", "chunks", "odd_chunks")) for name in _SPARSE),
+    *((name, "latent_stock", ("whole", "odd_chunks")) for name in _LATENT),
+    ("fp8_later", "fp8_stock", ("odd_chunks", "mixed")),
+    ("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed")),
+    ("keep_all_on_two", "stock", ("mixed",)),
+    ("two_ranks", "by_head", ("whole",)),
+    ("graphs_sparse", "sparse", ("whole", "chunks", "odd_chunks", "mixed")),
+)
 
 
 def row(name, asked, left, right):
@@ -63,45 +77,27 @@ def row(name, asked, left, right):
 def rows(runs):
     """One row per comparison of engines that are there."""
     made = []
-
-    def compare(ours, theirs, questions, name=None):
-        if ours in runs and theirs in runs:
-            shared = [each for each in questions if each in runs[ours] and each in runs[theirs]]
-            made.extend(row(name or f"{ours} and {theirs}", each, runs[ours][each], runs[theirs][each]) for each in shared)
-
+    for ours, theirs, questions in _COMPARED:
+        left, right = runs.get(ours, {}), runs.get(theirs, {})
+        made += [
+            row(f"{ours} and {theirs}", each, left[each], right[each]) for each in questions if each in left and each in right
+        ]
     for name in ("stock", "triton_stock"):
         if "rechunked" in runs.get(name, {}):
             made.append(row(f"{name} in other chunks", "chunks", runs[name]["chunks"], runs[name]["rechunked"]))
     for name, stock in _EVERYTHING.items():
-        compare(name, stock, SAME)
         for fault, results in runs.get(name, {}).get("faults", {}).items():
             made.append(row(f"planted fault {fault} and stock", "odd_chunks", results, runs[stock]["odd_chunks"]))
-    for name in ("triton_stock", "triton"):
-        compare(name, "stock", SAME)
-    for name, questions in _OTHERS.items():
-        stock = runs.get(f"{name}_stock")
-        if stock and "whole" in stock:
+    for fault in [name for name in ("fault_slots", "fault_rows") if name in runs]:  # SGLang's
+        made.append(row(f"planted {fault} and stock", "odd_chunks", runs[fault]["odd_chunks"], runs["stock"]["odd_chunks"]))
+    for name in _OTHERS:
+        stock = runs.get(f"{name}_stock", {})
+        if "whole" in stock:
             whole, odd = stock["whole"], stock["odd_chunks"]
             made.append(row(f"{name}_stock in other chunks", "whole", whole[: len(odd)], odd))
             if name in runs:
                 own = runs[name]["odd_chunks"]
                 made.append(row(f"{name} in chunks and {name}_stock whole", "odd_chunks", own, whole[: len(own)]))
-        compare(name, f"{name}_stock", questions)
-    for name in ("fp8_stock", "fp8", "fp8_later"):
-        compare(name, "stock", ("odd_chunks", "mixed"))
-    compare("fp8_later", "fp8_stock", ("odd_chunks", "mixed"))
-    compare("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed"))
-    compare("stock_on_two", "stock", ("odd_chunks", "mixed"))
-    compare("keep_all_on_two", "stock", ("mixed",))
-    compare("two_ranks", "by_head", ("whole",))
-    # SGLang's
-    for fault in ("fault_slots", "fault_rows"):
-        compare(fault, "stock", ("odd_chunks",), f"planted {fault} and stock")
-    for name in _SPARSE:
-        compare(name, "stock", ("whole", "chunks", "odd_chunks"))
-    for name in _LATENT:
-        compare(name, "latent_stock", ("whole", "odd_chunks"))
-    compare("graphs_sparse", "sparse", ("whole", "chunks", "odd_chunks", "mixed"))
     return made + _adapter_rows(runs)
 
 
