@@ -29,19 +29,17 @@ def test_releases_that_were_run_are_served(engine, release):
         check_release(engine, version, RUN[engine], ["one"])
 
 
-@pytest.mark.parametrize(
-    ("engine", "version"),
-    [*(("vLLM", each) for each in ("0.25.1", "0.9.2", "0.27.0", "0.31.0")), ("SGLang", "0.5.10"), ("SGLang", "0.4.99")],
-)
+OLDER = {"vLLM": ("0.25.1", "0.9.2", "0.27.0", "0.31.0"), "SGLang": ("0.5.10", "0.4.99")}
+NEWER = {"vLLM": ("0.34.0", "0.40.1", "1.0.0"), "SGLang": ("0.5.17", "0.9.1")}
+
+
+@pytest.mark.parametrize(("engine", "version"), [(engine, version) for engine in OLDER for version in OLDER[engine]])
 def test_older_releases_that_were_not_run_are_refused(engine, version):
     with pytest.raises(ImportError, match=rf"flexmask was run with {engine} 0\..*; got {version}, which it was not run with"):
         check_release(engine, version, RUN[engine], [])
 
 
-@pytest.mark.parametrize(
-    ("engine", "version"),
-    [*(("vLLM", each) for each in ("0.34.0", "0.40.1", "1.0.0")), ("SGLang", "0.5.17"), ("SGLang", "0.9.1")],
-)
+@pytest.mark.parametrize(("engine", "version"), [(engine, version) for engine in NEWER for version in NEWER[engine]])
 def test_newer_releases_are_served_with_a_warning_if_their_interfaces_fit(engine, version):
     warning = check_release(engine, version, RUN[engine], [])
     assert warning is not None
