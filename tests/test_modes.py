@@ -34,14 +34,8 @@ class LoggingFunctionMode(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-DISPATCH = {
-    "FlopCounterMode": lambda: FlopCounterMode(display=False),
-    "LoggingMode": LoggingMode,
-}
-FUNCTION = {
-    "LoggingFunctionMode": LoggingFunctionMode,
-    "a default device": lambda: torch.device("cpu"),
-}
+DISPATCH = {"FlopCounterMode": lambda: FlopCounterMode(display=False), "LoggingMode": LoggingMode}
+FUNCTION = {"LoggingFunctionMode": LoggingFunctionMode, "a default device": lambda: torch.device("cpu")}
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from flexmask import flexprefill_mask
-from flexmask.plot import (
-    block_kinds,
-    plot_attention,
-    plot_block_mask,
-    plot_density,
-    plot_frontier,
-)
+from flexmask.plot import block_kinds, plot_attention, plot_block_mask, plot_density, plot_frontier
 
 HIDDEN, LEFT_OUT, PARTIAL, WHOLE = range(4)
 

@@ -295,10 +295,7 @@ TESTED = {
         sparge,
         {"similarity_threshold": 0.1, "cdf_threshold": 0.5},
         {"cdf_threshold": 1.0},
-        (
-            {"similarity_threshold": -0.1, "cdf_threshold": 0.9, "topk": 0.3},
-            {"similarity_threshold": 0.4, "cdf_threshold": 0.8},
-        ),
+        ({"similarity_threshold": -0.1, "cdf_threshold": 0.9, "topk": 0.3}, {"similarity_threshold": 0.4, "cdf_threshold": 0.8}),
     ),
     "streaming_llm": Tested(streaming_llm, {"sink_blocks": 1, "window_blocks": 2}, {"window_blocks": 10**6}),
     "tri_shape": Tested(tri_shape, {"sink_blocks": 1, "window_blocks": 2, "last_blocks": 1}, {"last_blocks": 10**6}),

@@ -48,11 +48,7 @@ def compiled(tmp_path: Path, which: str, *targets: str) -> set[str]:
 # gfx942 has the memory of gfx1100
 @pytest.mark.parametrize("target", ["sm_86", pytest.param("gfx942", marks=pytest.mark.slow), "gfx1100"])
 def test_tiles_of_keys_fit_into_the_least_shared_memory(target, tmp_path):
-    assert compiled(tmp_path, "tight", target) == {
-        "_block_sums_kernel",
-        "_pooled_map_kernel",
-        "_evidence_kernel",
-    }
+    assert compiled(tmp_path, "tight", target) == {"_block_sums_kernel", "_pooled_map_kernel", "_evidence_kernel"}
 
 
 @pytest.mark.slow

@@ -312,12 +312,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
 )
 def test_operator_gives_the_mask_inside_a_compilation(options):
     query, key = structured_inputs(torch.Generator().manual_seed(18), 2, 4, 2, 100, 130, 32, sharpness=5.0)
-    given = {
-        "window": 110,
-        "softcap": 20.0,
-        "attention_mask": padding(130, ("left", 20), ("left", 0)),
-        "return_stats": True,
-    }
+    given = {"window": 110, "softcap": 20.0, "attention_mask": padding(130, ("left", 20), ("left", 0)), "return_stats": True}
     config = Config(**{**EVERYTHING, **options})
     operators = []
 

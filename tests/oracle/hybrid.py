@@ -205,13 +205,7 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
 
 
 def _margins(
-    mass: LineMass,
-    evidence: Tensor,
-    gated: set[Block],
-    least: Thresholds,
-    of_lines: float,
-    doubts: list[float],
-    seen: Visibility,
+    mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, doubts: list[float], seen: Visibility
 ) -> dict[str, Any]:
     """Distances from the thresholds; `gated` blocks depend on that of the lines too."""
     by_key, by_diagonal = line_candidates(mass, seen)
