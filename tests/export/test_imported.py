@@ -7,35 +7,28 @@ import torch
 
 from flexmask import sparse_attention
 from flexmask.export import from_block_map, from_index_list, to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
-from tests.export.selections import SHAPES, drawn
+from tests.comparisons import dense_map
+from tests.compile_support import assert_same_lists
+from tests.export.selections import SHAPES, drawn, over_tokens
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("geometry", [{}, {"window": 20}, {"padded": True, "batch": 2}, {"empty": (1,)}], ids=str)
 def test_imported_mask_allows_the_pairs(shape, geometry):
     case = drawn(shape, **geometry)
-    indices = torch.meshgrid(*map(torch.arange, case.pairs().shape), indexing="ij")
-    assert torch.equal(case.mask.mask_mod(*indices), case.pairs())
-    full = torch.zeros_like(to_block_map(case.mask))
-    counts = case.mask.full_kv_num_blocks
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
-        full[b, h, i, case.mask.full_kv_indices[b, h, i, : counts[b, h, i]].long()] = True
-    size = shape[2]
-    whole = full.repeat_interleave(size, -2).repeat_interleave(size, -1)[..., : case.q_len, : case.kv_len]
-    assert not (whole & ~case.pairs()).any()
+    indices = torch.meshgrid(*map(torch.arange, case.pairs.shape), indexing="ij")
+    assert torch.equal(case.mask.mask_mod(*indices), case.pairs)
+    full = dense_map(case.mask.full_kv_num_blocks, case.mask.full_kv_indices)
+    assert not (over_tokens(full, (shape[2],) * 2, shape[:2]) & ~case.pairs).any()
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_lists_in_any_order_come_back(shape):
     case = drawn(shape, empty=(2,))
     indices, counts = to_index_list(case.mask, fill=99999)
-    backwards = indices.clone()
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
-        count = counts[b, h, i]
-        backwards[b, h, i, :count] = indices[b, h, i, :count].flip(0)
-    back = from_index_list(backwards, counts, *shape[:2], block_size=shape[2])
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        assert torch.equal(getattr(back, name), getattr(case.mask, name))
+    place, last = torch.arange(indices.shape[-1]), counts[..., None] - 1
+    backwards = indices.gather(-1, torch.where(place <= last, last - place, place))
+    assert_same_lists(from_index_list(backwards, counts, *shape[:2], block_size=shape[2]), case.mask)
 
 
 def test_an_imported_mask_serves_as_a_method():
@@ -47,7 +40,7 @@ def test_an_imported_mask_serves_as_a_method():
         return case.mask
 
     found = sparse_attention(query, key, value, theirs, block_size=32, dense_below=0)
-    weights = (query @ key.transpose(-1, -2) / 4).masked_fill(~case.pairs(), float("-inf")).softmax(-1)
+    weights = (query @ key.transpose(-1, -2) / 4).masked_fill(~case.pairs, float("-inf")).softmax(-1)
     torch.testing.assert_close(found, weights @ value)
 
 
@@ -61,18 +54,22 @@ def with_entry(i, j, value):
 
 
 @pytest.mark.parametrize(
-    ("block_map", "words"),
+    ("block_map", "changes", "error", "words"),
     [
-        (with_entry(1, 2, 1), "keeps key block 2 for query block 1 of head 0, prompt 0, which no row sees"),
-        (with_entry(1, 1, 0), "lacks the diagonal, key block 1, for query block 1"),
-        (KEPT[..., :2], r"block_map must be \(batch, num_heads, 3, 3\)"),
-        (KEPT[0], r"got \(1, 3, 3\)"),
+        (with_entry(1, 2, 1), {}, ValueError, "keeps key block 2 for query block 1 of head 0, prompt 0, which no row sees"),
+        (with_entry(1, 1, 0), {}, ValueError, "lacks the diagonal, key block 1, for query block 1"),
+        (KEPT[..., :2], {}, ValueError, r"block_map must be \(batch, num_heads, 3, 3\)"),
+        (KEPT[0], {}, ValueError, r"got \(1, 3, 3\)"),
+        (KEPT.float(), {}, TypeError, r"bool or integers; got torch\.float32"),
+        (KEPT, {"kv_len": 64}, ValueError, "q_len must be at most kv_len = 64; got 96"),
+        (KEPT, {"q_offset": 1}, ValueError, "q_offset must be from 0"),
+        (KEPT, {"attention_mask": torch.ones(1, 95)}, ValueError, r"attention_mask must be \(1, 96\); got \(1, 95\)"),
     ],
-    ids=["later", "no diagonal", "columns", "dimensions"],
+    ids=["later", "no diagonal", "columns", "dimensions", "floats", "length", "offset", "padding"],
 )
-def test_wrong_maps_are_refused(block_map, words):
-    with pytest.raises(ValueError, match=words):
-        from_block_map(block_map, 96, 96, block_size=32)
+def test_wrong_maps_are_refused(block_map, changes, error, words):
+    with pytest.raises(error, match=words):
+        from_block_map(block_map, **{"q_len": 96, "kv_len": 96, "block_size": 32, **changes})
 
 
 @pytest.mark.parametrize(
@@ -85,24 +82,12 @@ def test_wrong_maps_are_refused(block_map, words):
         ([[0, 0], [0, 0], [1, 2]], [1, 1, 2], "lacks the diagonal"),
         ([[0, 0], [0, 1], [1, 2]], [1, 3, 2], "counts .* outside 0 to 2"),
         ([[0, 0], [0, 1], [1, 2]], [-1, 2, 2], "counts .* outside 0 to 2"),
+        ([[0, 0], [0, 1], [1, 2]], [True] * 3, r"counts must be a tensor of integers; got torch\.bool"),
     ],
 )
 def test_wrong_lists_are_refused(indices, counts, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(TypeError if counts[0] is True else ValueError, match=words):
         from_index_list(torch.tensor([[indices]]), torch.tensor([[counts]]), 96, 96, block_size=32)
-
-
-def test_types_and_numbers_are_checked():
-    with pytest.raises(TypeError, match=r"bool or integers; got torch\.float32"):
-        from_block_map(KEPT.float(), 96, 96, block_size=32)
-    with pytest.raises(TypeError, match=r"counts must be a tensor of integers; got torch\.bool"):
-        from_index_list(KEPT, torch.ones(1, 1, 3).bool(), 96, 96, block_size=32)
-    with pytest.raises(ValueError, match="q_len must be at most kv_len = 64; got 96"):
-        from_block_map(KEPT, 96, 64, block_size=32)
-    with pytest.raises(ValueError, match="q_offset must be from 0"):
-        from_block_map(KEPT, 96, 96, block_size=32, q_offset=1)
-    with pytest.raises(ValueError, match=r"attention_mask must be \(1, 96\); got \(1, 95\)"):
-        from_block_map(KEPT, 96, 96, block_size=32, attention_mask=torch.ones(1, 95))
 
 
 def test_what_a_kernel_cannot_express_is_refused():
