@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from flexmask import block_masks
+from tests.attention_calls import padding
 from tests.block_masks.definitions import TESTED
 from tests.cases import structured_inputs
+from tests.expected import seen_pairs
 
 # the mask function of every method
 MASKS = {name.removesuffix("_mask"): getattr(block_masks, name) for name in block_masks.__all__}
@@ -31,58 +33,28 @@ class Setting:
     kv_len: int = 256
     block_size: int = 32
     window: int | None = None
-    padding: str | None = None  # left, right or holes
-    q_offset: int | tuple[int, ...] | None = None  # a tuple becomes a tensor
+    attention_mask: Tensor | None = None
+    q_offset: int | Tensor | None = None
     dtype: torch.dtype = torch.float32
 
     def inputs(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(7)
-        query, key = structured_inputs(
-            generator, self.batch, self.num_heads, self.num_kv_heads, self.q_len, self.kv_len, head_dim=32
-        )
+        sizes = (self.batch, self.num_heads, self.num_kv_heads, self.q_len, self.kv_len, 32)
+        query, key = structured_inputs(torch.Generator().manual_seed(7), *sizes)
         return query.to(device, self.dtype), key.to(device, self.dtype)
 
     def shared_options(self, device: torch.device | str) -> dict[str, Any]:
-        offset: Any = self.q_offset
-        if isinstance(offset, tuple):
-            offset = torch.tensor(offset, device=device)
-        return {
-            "block_size": self.block_size,
-            "window": self.window,
-            "attention_mask": self.attention_mask(device),
-            "q_offset": offset,
-        }
-
-    def attention_mask(self, device: torch.device | str) -> Tensor | None:
-        if self.padding is None:
-            return None
-        valid = torch.ones(self.batch, self.kv_len, dtype=torch.int64, device=device)
-        cut = torch.arange(1, self.batch + 1) * self.kv_len // (2 * self.batch + 1)
-        for row, length in zip(valid, cut.tolist(), strict=True):
-            if self.padding == "left":
-                row[:length] = 0
-            elif self.padding == "right":
-                row[-length:] = 0
-            else:
-                row[length // 2 : length] = 0
-                row[::5] = 0
-        return valid
+        options = {name: getattr(self, name) for name in ("block_size", "window", "attention_mask", "q_offset")}
+        return {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
 
     def visible(self) -> Tensor:
         """Visible pairs, from the definition: (batch, q_len, kv_len) bool."""
-        offset = self.kv_len - self.q_len if self.q_offset is None else self.q_offset
-        position = torch.tensor(offset).expand(self.batch)[:, None] + torch.arange(self.q_len)  # (batch, q_len)
-        distance = position[:, :, None] - torch.arange(self.kv_len)
-        visible = distance >= 0
-        if self.window is not None:
-            visible &= distance < self.window
-        valid = self.attention_mask("cpu")
-        if valid is not None:
-            valid = valid.bool()
-            visible &= valid[:, None, :] & valid.gather(1, position)[:, :, None]
-        return visible
+        offsets = torch.as_tensor(self.kv_len - self.q_len if self.q_offset is None else self.q_offset).expand(self.batch)
+        tokens = torch.ones(self.batch, self.kv_len) if self.attention_mask is None else self.attention_mask
+        return seen_pairs(self.q_len, offsets, tokens.bool(), self.window)
 
 
+_SLOT = torch.arange(240)
+HOLES = (_SLOT % 5 > 0) & ((_SLOT < torch.tensor([[24], [48]])) | (_SLOT >= torch.tensor([[48], [96]])))
 SETTINGS = {
     "whole": Setting(batch=2, num_kv_heads=2),
     "ragged": Setting(q_len=333, kv_len=333, num_kv_heads=1),
@@ -90,12 +62,19 @@ SETTINGS = {
     "shorter than a block": Setting(q_len=10, kv_len=10, block_size=64),
     "chunk": Setting(q_len=129, kv_len=500, block_size=48, num_kv_heads=2),
     "bfloat16": Setting(q_len=1000, kv_len=1000, block_size=128, num_heads=2, num_kv_heads=1, dtype=torch.bfloat16),
-    "left padding": Setting(batch=2, padding="left"),
-    "right padding": Setting(batch=2, padding="right"),
-    "holes and window": Setting(batch=2, q_len=200, kv_len=240, window=70, padding="holes"),
+    "left padding": Setting(batch=2, attention_mask=padding(256, ("left", 51), ("left", 102))),
+    "right padding": Setting(batch=2, attention_mask=padding(256, ("right", 51), ("right", 102))),
+    "holes and window": Setting(batch=2, q_len=200, kv_len=240, window=70, attention_mask=HOLES.long()),
     "window of one token": Setting(q_len=100, kv_len=100, window=1),
     "offset": Setting(q_len=100, kv_len=400, q_offset=65),
-    "offsets by batch row": Setting(batch=3, q_len=64, kv_len=300, q_offset=(0, 50, 236), window=90, padding="left"),
+    "offsets by batch row": Setting(
+        batch=3,
+        q_len=64,
+        kv_len=300,
+        window=90,
+        q_offset=torch.tensor([0, 50, 236]),
+        attention_mask=padding(300, ("left", 42), ("left", 85), ("left", 128)),
+    ),
 }
 ON_GPU = ("whole", "offsets by batch row")  # one compilation each there
 # the published code takes whole, unpadded prompts only
@@ -111,12 +90,7 @@ masks_and_settings = pytest.mark.parametrize(
     ("name", "setting", "device"),
     [
         *((name, setting, "cpu") for name in MASKS for setting in SETTINGS if serves(name, setting)),
-        *(
-            pytest.param(name, setting, "cuda", marks=pytest.mark.gpu)
-            for name in MASKS
-            for setting in ON_GPU
-            if serves(name, setting)
-        ),
+        *(pytest.param(name, at, "cuda", marks=pytest.mark.gpu) for name in MASKS for at in ON_GPU if serves(name, at)),
     ],
 )
 

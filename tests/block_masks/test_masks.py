@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, KNOWS_LENGTHS
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
+from tests.attention_calls import padding
 from tests.block_masks.gallery import KEEP_EVERYTHING, MASKS, SETTINGS, SPARSE, Setting, all_masks, made, masks_and_settings
 from tests.comparisons import assert_honest
 from tests.compile_support import lists_of
@@ -57,9 +58,8 @@ def lengths_forgotten():
 @all_masks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_keeping_everything_is_dense_attention(name, device):
-    chosen = Setting(batch=2, num_kv_heads=2, q_len=300, kv_len=333, padding="left", window=200)
-    if name == "published":
-        chosen = Setting(batch=2, num_kv_heads=2)
+    shared = {"attention_mask": padding(333, ("left", 66), ("left", 133)), "q_len": 300, "kv_len": 333, "window": 200}
+    chosen = Setting(batch=2, num_kv_heads=2, **({} if name == "published" else shared))
     query, key = chosen.inputs(device)
     value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1)).to(device)
     with torch.compiler.set_stance("force_eager"):  # other tests compile masks
@@ -83,12 +83,11 @@ def test_causal_has_the_blocks_of_create_block_mask(setting):
     assert torch.equal(allowed, visible[:, None])
     expected = create_block_mask(
         lambda b, h, q_idx, kv_idx: visible[b, q_idx, kv_idx],
-        chosen.batch,
+        visible.shape[0],
         None,
-        chosen.q_len,
-        chosen.kv_len,
-        device="cpu",
-        BLOCK_SIZE=chosen.block_size,
+        *visible.shape[1:],
+        "cpu",
+        chosen.block_size,
     )
     assert mask.shape == expected.shape
     assert torch.equal(mask.to_dense(), expected.to_dense())
