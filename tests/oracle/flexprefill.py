@@ -6,24 +6,10 @@ Source: arXiv 2502.20766, section 3, algorithms "Sparse Attention", "Sparse Patt
 
 from typing import Any
 
+from tests.oracle import steps
 from tests.oracle.margins import head_margins, line_margins, map_margin, pattern_margin
 from tests.oracle.result import ReferenceResult, head_mask
-from tests.oracle.steps import (
-    AttentionHead,
-    Options,
-    block_means,
-    blocks_kept_always,
-    estimated_attention,
-    extended_lines,
-    jensen_shannon_distance,
-    kept_lines,
-    line_mass,
-    pooled_map,
-    representative_attention,
-    representative_rows,
-    top_p_blocks,
-    vertical_mass,
-)
+from tests.oracle.steps import AttentionHead, Options
 from tests.oracle.visibility import Visibility
 
 
@@ -46,38 +32,28 @@ def flexprefill_selection(
     """
     options = Options.of_tokens(gamma, min_budget, max_budget, seen.block_size, query_aware)
     # Sparse Pattern Search
-    pattern_rows = representative_rows(pattern_queries, seen)
-    keys = block_means(head.key, seen)
-    estimated = estimated_attention(head, pattern_rows, keys, seen)
-    true = vertical_mass(representative_attention(head, pattern_rows, seen), seen)
-    js_distance = jensen_shannon_distance(estimated, true)
+    pattern_rows = steps.representative_rows(pattern_queries, seen)
+    keys = steps.block_means(head.key, seen)
+    estimated = steps.estimated_attention(head, pattern_rows, keys, seen)
+    true = steps.vertical_mass(steps.representative_attention(head, pattern_rows, seen), seen)
+    js_distance = steps.jensen_shannon_distance(estimated, true)
     is_query_aware = js_distance < tau
 
     # Vertical Slash Index Search; a query-aware head takes the floor only
-    index_rows = representative_rows(index_queries, seen)
-    attention = representative_attention(head, index_rows, seen)
-    mass = line_mass(attention, index_rows, seen)
-    key_blocks, diagonals = kept_lines(mass, is_query_aware, seen, options)
-    kept = extended_lines(key_blocks, diagonals, seen)
+    index_rows = steps.representative_rows(index_queries, seen)
+    attention = steps.representative_attention(head, index_rows, seen)
+    mass = steps.line_mass(attention, index_rows, seen)
+    key_blocks, diagonals = steps.kept_lines(mass, is_query_aware, seen, options)
+    kept = steps.extended_lines(key_blocks, diagonals, seen)
 
     # Query Aware Index Search
-    pooled = pooled_map(head, keys, seen)
+    pooled = steps.pooled_map(head, keys, seen)
     if is_query_aware:
-        kept |= top_p_blocks(pooled, seen, options)
+        kept |= steps.top_p_blocks(pooled, seen, options)
 
-    kept |= blocks_kept_always(seen)
-    margins = head_margins(
-        pattern_margin(js_distance, tau),
-        line_margins(mass, is_query_aware, seen, options),
-        map_margin(pooled, seen, options),
-        is_query_aware,
-    )
-    numbers = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
-    decided: dict[str, Any] = {
-        "is_query_aware": is_query_aware,
-        "js_distance": js_distance,
-        **mass._asdict(),
-        "pooled": pooled,
-        **numbers,
-    }
-    return head_mask(kept, attention, index_rows, seen)._replace(**decided, **margins)
+    kept |= steps.blocks_kept_always(seen)
+    lines = line_margins(mass, is_query_aware, seen, options)
+    margins = head_margins(pattern_margin(js_distance, tau), lines, map_margin(pooled, seen, options), is_query_aware)
+    numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
+    decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, **mass._asdict(), "pooled": pooled}
+    return head_mask(kept, attention, index_rows, seen)._replace(**decided, **numbers, **margins)

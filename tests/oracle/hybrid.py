@@ -28,22 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.oracle import steps
 from tests.oracle.margins import COARSE
 from tests.oracle.result import ReferenceResult, head_mask
-from tests.oracle.steps import (
-    AttentionHead,
-    KeyMeans,
-    LineMass,
-    block_means,
-    blocks_kept_always,
-    by_block,
-    extended_lines,
-    line_candidates,
-    pooled_attention,
-    representative_attention,
-    representative_rows,
-    slash_mass,
-)
+from tests.oracle.steps import AttentionHead, KeyMeans, LineMass
 from tests.oracle.visibility import Block, Visibility
 
 
@@ -85,17 +73,17 @@ def hybrid_selection(
 ) -> ReferenceResult:
     """Decide one head."""
     least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
-    last_rows = representative_rows("last", seen)
-    attention = representative_attention(head, last_rows, seen)
+    last_rows = steps.representative_rows("last", seen)
+    attention = steps.representative_attention(head, last_rows, seen)
     near = rule.nearest * min_blocks
 
     largest = largest_share(attention, seen)
     key_blocks = [j for j in seen.key_blocks if largest[j] >= least.key_block]
     left = attention_left(attention, last_rows, key_blocks, near, seen)
-    mass = LineMass(largest, slash_mass(left, last_rows, seen))
+    mass = LineMass(largest, steps.slash_mass(left, last_rows, seen))
     diagonals = [c for c in seen.diagonals if mass.slash[c] >= least.diagonal]
 
-    shares = row_shares(head, block_means(head.key, seen), seen, row_stride)
+    shares = row_shares(head, steps.block_means(head.key, seen), seen, row_stride)
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
     of_rows, doubts = set[Block](), []
     own_evidence: list[dict[int, float]] = [{} for _ in range(seen.num_q_blocks)]
@@ -107,10 +95,10 @@ def hybrid_selection(
         doubts.append(doubt)
 
     deciding = {row // seen.block_size for row in last_rows}
-    on_lines = extended_lines(key_blocks, diagonals, seen)
+    on_lines = steps.extended_lines(key_blocks, diagonals, seen)
     of_lines = {(r, j) for r, j in on_lines if r in deciding or evidence[r, j] >= rule.lines * least.rows[r]}
 
-    always = blocks_kept_always(seen) | nearest_blocks(deciding, near, min_blocks, seen)
+    always = steps.blocks_kept_always(seen) | nearest_blocks(deciding, near, min_blocks, seen)
     mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
@@ -168,7 +156,7 @@ def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float
 
 def largest_share(attention: Tensor, seen: Visibility) -> Tensor:
     """The most that one of the rows gives to each key block, (num_kv_blocks,)."""
-    return torch.stack([by_block(row, seen.block_size) for row in attention]).amax(0)
+    return torch.stack([steps.by_block(row, seen.block_size) for row in attention]).amax(0)
 
 
 def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], near: int, seen: Visibility) -> Tensor:
@@ -199,7 +187,7 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
         attention = [torch.zeros(seen.num_kv_blocks, dtype=torch.float64)] if not rows else []
         for row in rows:
             blocks = [j for j, pairs in enumerate(seen.pairs[row].split(seen.block_size)) if pairs.any()]
-            attention.append(pooled_attention(head, [row], keys, blocks))
+            attention.append(steps.pooled_attention(head, [row], keys, blocks))
         shares.append(torch.stack(attention))
     return shares
 
@@ -208,7 +196,7 @@ def _margins(
     mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, doubts: list[float], seen: Visibility
 ) -> dict[str, Any]:
     """Distances from the thresholds; `gated` blocks depend on that of the lines too."""
-    by_key, by_diagonal = line_candidates(mass, seen)
+    by_key, by_diagonal = steps.line_candidates(mass, seen)
     vertical = [_from(share, least.key_block) for share in by_key.values()]
     slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
     rows = [_from(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]

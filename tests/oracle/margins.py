@@ -9,18 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.oracle.steps import (
-    Budget,
-    Candidate,
-    LineMass,
-    Options,
-    heaviest_first,
-    line_budget,
-    line_candidates,
-    map_candidates,
-    top_p,
-    top_p_rows,
-)
+from tests.oracle import steps
+from tests.oracle.steps import Budget, Candidate, LineMass, Options
 from tests.oracle.visibility import Visibility
 
 # below this a float32 probability may have underflowed
@@ -48,10 +38,10 @@ def gap(last_kept: float, first_dropped: float, coarse: float = 0.0) -> float:
 
 def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float = 0.0) -> float:
     """Margin of `top_p`: of the running sum on both sides of the cut, and of the last value kept over the first dropped."""
-    order = heaviest_first(values)
+    order = steps.heaviest_first(values)
     running = list(accumulate((values[index] for index in order), initial=0.0))
     threshold = budget.gamma * running[-1]
-    count = len(top_p(values, budget))
+    count = len(steps.top_p(values, budget))
 
     margins = [math.inf]
     could_grow = count < len(order) and (budget.cap is None or count < budget.cap)
@@ -73,17 +63,17 @@ def line_margins(mass: LineMass, is_query_aware: bool, seen: Visibility, options
     """Margins of the selected verticals and slashes."""
     if is_query_aware and options.gamma == 1 and options.max_blocks is None:
         return math.inf, math.inf
-    budget = line_budget(is_query_aware, options)
-    key_blocks, diagonals = line_candidates(mass, seen)
+    budget = steps.line_budget(is_query_aware, options)
+    key_blocks, diagonals = steps.line_candidates(mass, seen)
     return top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, COARSE)
 
 
 def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
     """Margin of the blocks selected from the pooled map: of top-p and of the cap."""
     margins = [math.inf]
-    for candidates in map_candidates(pooled, seen, options.query_aware):
+    for candidates in steps.map_candidates(pooled, seen, options.query_aware):
         margins.append(top_p_margin(candidates, Budget(options.gamma)))
-    for row in top_p_rows(pooled, seen, options):
+    for row in steps.top_p_rows(pooled, seen, options):
         margins.append(top_p_margin(row, Budget(gamma=1.0, cap=options.max_blocks)))
     return min(margins)
 

@@ -17,25 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.oracle import steps
 from tests.oracle.margins import gap, head_margins, pattern_margin, relative, top_p_margin
 from tests.oracle.result import ReferenceResult, head_mask
-from tests.oracle.steps import (
-    AttentionHead,
-    Budget,
-    Options,
-    block_means,
-    by_block,
-    estimated_attention,
-    extended_lines,
-    heaviest_first,
-    jensen_shannon_distance,
-    map_candidates,
-    mass_by_offset,
-    pooled_map,
-    representative_attention,
-    representative_rows,
-    top_p,
-)
+from tests.oracle.steps import AttentionHead, Budget, Options
 from tests.oracle.visibility import Block, Visibility
 
 
@@ -44,24 +29,24 @@ def published_selection(
 ) -> ReferenceResult:
     """Decide one head as the published code does."""
     options = Options.of_tokens(gamma, min_budget, max_budget, seen.block_size)
-    rows = representative_rows("last", seen)
-    attention = representative_attention(head, rows, seen)
-    by_token, by_offset = attention.mean(dim=0), mass_by_offset(attention, rows, seen.offset)
-    vertical, slash = by_block(by_token, seen.block_size), by_block(by_offset, seen.block_size)
+    rows = steps.representative_rows("last", seen)
+    attention = steps.representative_attention(head, rows, seen)
+    by_token, by_offset = attention.mean(dim=0), steps.mass_by_offset(attention, rows, seen.offset)
+    vertical, slash = steps.by_block(by_token, seen.block_size), steps.by_block(by_offset, seen.block_size)
 
-    keys = block_means(head.key, seen)
+    keys = steps.block_means(head.key, seen)
     keys = keys._replace(log_counts=torch.zeros_like(keys.log_counts))
-    estimated = estimated_attention(head, rows, keys, seen)
+    estimated = steps.estimated_attention(head, rows, keys, seen)
     js_distance = distance_with_nan(estimated, vertical)
     is_query_aware = js_distance < tau
 
-    pooled = pooled_map(head, keys, seen)
-    (map_values,) = map_candidates(pooled, seen, "flatten")
+    pooled = steps.pooled_map(head, keys, seen)
+    (map_values,) = steps.map_candidates(pooled, seen, "flatten")
     blocks = blocks_within(map_values, gamma, seen.num_kv_blocks)
 
     key_blocks = published_lines(by_token, vertical, is_query_aware, options)
     diagonals = published_lines(by_offset, slash, is_query_aware, options)
-    kept = extended_lines(key_blocks.lines, diagonals.lines, seen)
+    kept = steps.extended_lines(key_blocks.lines, diagonals.lines, seen)
     if is_query_aware:
         kept |= set(blocks)
 
@@ -71,21 +56,15 @@ def published_selection(
     in_map = blocks_within_margin(map_values, gamma, seen.num_kv_blocks)
     margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
     numbers: dict[str, Any] = {"num_vertical_blocks": key_blocks.num_lines, "num_slash_blocks": diagonals.num_lines}
-    decided: dict[str, Any] = {
-        "is_query_aware": is_query_aware,
-        "js_distance": js_distance,
-        "vertical": vertical,
-        "slash": slash,
-        **numbers,
-    }
-    return head_mask(kept, attention, rows, seen)._replace(pooled=pooled, **decided, **margins)
+    decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, "vertical": vertical, "slash": slash}
+    return head_mask(kept, attention, rows, seen)._replace(pooled=pooled, **decided, **numbers, **margins)
 
 
 def distance_with_nan(estimated: Tensor, true: Tensor) -> float:
     """D_JS with 0 * log 0 taken in float32: a share that underflows there gives NaN."""
     if (torch.cat([estimated, true]).float() == 0).any():
         return math.nan
-    return jensen_shannon_distance(estimated, true)
+    return steps.jensen_shannon_distance(estimated, true)
 
 
 def may_underflow(estimated: Tensor, true: Tensor) -> bool:
@@ -123,14 +102,14 @@ def block_count_margin(by_unit: Tensor, gamma: float, bounds: Bounds) -> float:
         return math.inf
     running = running_sums(by_unit)
     tokens = 1 + sum(total <= gamma for total in running)
-    steps = tokens // 128
-    count = bounds.clamped(steps + 1)
+    whole = tokens // 128
+    count = bounds.clamped(whole + 1)
     margins = [math.inf]
-    # The count stands while 128 * steps <= tokens < 128 * (steps + 1).
-    least, most = 128 * steps - 1, 128 * steps + 127
-    if steps > 0 and bounds.clamped(steps) != count:
+    # The count stands while 128 * whole <= tokens < 128 * (whole + 1).
+    least, most = 128 * whole - 1, 128 * whole + 127
+    if whole > 0 and bounds.clamped(whole) != count:
         margins.append(relative(running[least - 1] - gamma, gamma))
-    if most <= len(running) and bounds.clamped(steps + 2) != count:
+    if most <= len(running) and bounds.clamped(whole + 2) != count:
         margins.append(relative(running[most - 1] - gamma, gamma))
     return min(margins)
 
@@ -154,12 +133,12 @@ def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, opti
     # line 0 is kept even at a count of 0: the published code fills the places left over with block 0
     values = dict(enumerate([math.inf, *by_line.tolist()[1:]]))
     budget = Budget(gamma=1.0, cap=max(1, count))
-    return Lines(top_p(values, budget), count, min(margin, top_p_margin(values, budget)))
+    return Lines(steps.top_p(values, budget), count, min(margin, top_p_margin(values, budget)))
 
 
 def blocks_within(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> list[Block]:
     """The heaviest blocks of the flattened map whose running sum stays <= gamma * N; the block that crosses is left out."""
-    order = heaviest_first(values)
+    order = steps.heaviest_first(values)
     if gamma == 1:
         return order
     running = list(accumulate(values[block] for block in order))
@@ -171,7 +150,7 @@ def blocks_within_margin(values: dict[Block, float], gamma: float, num_kv_blocks
     """Margin of `blocks_within`."""
     if gamma == 1:
         return math.inf
-    order, threshold = heaviest_first(values), gamma * num_kv_blocks
+    order, threshold = steps.heaviest_first(values), gamma * num_kv_blocks
     kept = len(blocks_within(values, gamma, num_kv_blocks))
     running = list(accumulate(values[block] for block in order))
     margin = min((relative(total - threshold, threshold) for total in running[: kept + 1]), default=math.inf)

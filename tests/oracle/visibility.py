@@ -77,14 +77,7 @@ def visibility(q_len: int, offset: int, is_token: Tensor, window: int | None, bl
                 visible_blocks.append((r, j))
             if block.all():
                 full_blocks.append((r, j))
+    valid_rows = [row for row in range(q_len) if is_token[offset + row]]
     return Visibility(
-        block_size=block_size,
-        offset=offset,
-        valid_rows=[row for row in range(q_len) if is_token[offset + row]],
-        valid_keys=valid_keys,
-        pairs=pairs,
-        visible_blocks=visible_blocks,
-        full_blocks=full_blocks,
-        position_blocks=position_blocks,
-        num_kv_blocks=num_kv_blocks,
+        block_size, offset, valid_rows, valid_keys, pairs, visible_blocks, full_blocks, position_blocks, num_kv_blocks
     )
