@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,15 +29,9 @@ from tests.oracle.result import ReferenceResult
 
 
 def structured_inputs(
-    generator: torch.Generator,
-    batch: int,
-    num_heads: int,
-    num_kv_heads: int,
-    q_len: int,
-    kv_len: int,
-    head_dim: int,
+    generator: torch.Generator, batch: int, num_heads: int, num_kv_heads: int, q_len: int, kv_len: int, head_dim: int,
     sharpness: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Query and key whose heads attend to sinks, heavy keys, offsets, topics, or evenly; float32.
 
     Each query head draws its own mix. With `sharpness` above 1 fewer keys hold the attention, and none attends evenly.
@@ -84,15 +78,9 @@ class Config:
     given: dict[str, Any]
 
     def __init__(
-        self,
-        gamma: Any = 0.95,
-        tau: float = 0.1,
-        *,
-        method: str = "flexprefill",
-        block_size: int = 128,
-        min_budget: int = 1024,
+        self, gamma: Any = 0.95, tau: float = 0.1, *, method: str = "flexprefill", block_size: int = 128, min_budget: int = 1024,
         **options: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         given = {"gamma": tuple(gamma) if isinstance(gamma, list) else gamma, "tau": tau, "min_budget": min_budget, **options}
         for name, value in (("method", method), ("block_size", block_size), ("given", given)):
             object.__setattr__(self, name, value)
@@ -205,27 +193,27 @@ class Case:
         return reference(self.query, self.key, **self.config.call, **self.keywords(), **rule)
 
 
-# Cases drawn by hypothesis
-
 # no round shares: nearly even attention fills whole rows of the pooled map, and gamma must not fall on an edge
 GAMMAS = (0.31, 0.43, 0.53, 0.61, 0.71, 0.83, 0.91, 0.947)
+KV_LENS = st.sampled_from([1, 15, 16, 17, 63, 129, 200, 1000]) | st.integers(1, 300) | st.integers(150, 450)
 # only among gammas by head: a case that keeps everything compares nothing
 BY_HEAD_ONLY = 1.0
 # values of further options, of whichever method has them
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
-    "tau": st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]),
-    "query_aware": st.sampled_from(["flatten", "per_query"]),
-    "pattern_queries": st.sampled_from(["last", "middle"]),
-    "index_queries": st.sampled_from(["last", "middle"]),
+    "tau": st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]), "query_aware": st.sampled_from(["flatten", "per_query"]),
+    "pattern_queries": st.sampled_from(["last", "middle"]), "index_queries": st.sampled_from(["last", "middle"]),
     "min_coverage": st.sampled_from([0.0, 0.29, 0.57, 0.83]),
-}
+}  # fmt: skip
 
 
 @st.composite
-def cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
+def cases(
+    draw: st.DrawFn, /, kv_lens: st.SearchStrategy[int] = KV_LENS, block_sizes: Sequence[int] = (16, 16, 32, 48),
+    gammas: Sequence[float] = (*GAMMAS, 1.0), floors: Sequence[int] = (0, 1), **fixed: Any,
+) -> Case:  # fmt: skip
     """Any call; `fixed` sets options instead of drawing them."""
-    config = draw(configs([16, 16, 32, 48], st.sampled_from([*GAMMAS, 1.0]), **fixed))
-    kv_len = draw(st.sampled_from([1, 15, 16, 17, 63, 129, 200, 1000]) | st.integers(1, 300) | st.integers(150, 450))
+    config = draw(configs(block_sizes, st.sampled_from(gammas), floors, **fixed))
+    kv_len = draw(kv_lens)
     q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
     batch = 1 if kv_len == 1000 else draw(st.integers(1, 2))
     case = drawn_inputs(draw, config, batch, q_len, kv_len, sharpness=draw(st.sampled_from([1.0, 5.0])))
@@ -262,7 +250,7 @@ def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
 
 
 def configs(
-    block_sizes: list[int], gammas: st.SearchStrategy[float], floors: tuple[int, int] = (0, 1), **fixed: Any
+    block_sizes: Sequence[int], gammas: st.SearchStrategy[float], floors: Sequence[int] = (0, 1), **fixed: Any
 ) -> st.SearchStrategy[Config]:
     """Options with a floor from `floors`, in blocks, and no cap or one above the floor."""
 
@@ -271,13 +259,9 @@ def configs(
         return Config(**{**budgets, **options, "block_size": block_size, **fixed})
 
     return st.builds(
-        config,
-        block_size=st.sampled_from(block_sizes),
-        floor=st.sampled_from(floors),
-        cap=st.sampled_from([None, None, 3, 5]),
-        gamma=gammas,
-        **DRAWN,
-    )
+        config, block_size=st.sampled_from(block_sizes), floor=st.sampled_from(floors), cap=st.sampled_from([None, None, 3, 5]),
+        gamma=gammas, **DRAWN,
+    )  # fmt: skip
 
 
 def drawn_inputs(draw: st.DrawFn, config: Config, batch: int, q_len: int, kv_len: int, sharpness: float = 1.0) -> Case:

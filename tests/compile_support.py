@@ -17,7 +17,6 @@ from flexmask._torch import is_traced, recompile_limit
 from tests.cases import structured_inputs
 
 SPARSE: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
-LENGTHS = (600, 333, 512, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300, 384, 401, 450, 555, 599)
 
 QUERY, KEY = structured_inputs(torch.Generator().manual_seed(6), 2, 4, 2, 600, 600, head_dim=16)
 # heads of both kinds: block means do not predict sharp attention
@@ -27,6 +26,21 @@ VALUE = torch.randn(2, 2, 600, 24, generator=torch.Generator().manual_seed(6))
 PADDING = torch.ones(2, 600, dtype=torch.int64)
 PADDING[0, :70] = 0
 PADDING[1, 540:545] = 0
+
+
+@contextlib.contextmanager
+def set_to(value: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> Iterator[None]:
+    """A setting of the process at another value, and back."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def default_dtype(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    return set_to(dtype, torch.get_default_dtype, torch.set_default_dtype)
 
 
 @contextlib.contextmanager

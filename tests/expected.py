@@ -41,15 +41,9 @@ def expanded(keep: Tensor, case: Case) -> Tensor:
 
 
 def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    product_dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, product_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Dense attention under a mask of pairs and its log-sum-exp, in float64; rows that see nothing give 0 and -inf.
 
     Each of the `sinks`, (num_heads,), is a last key without a value, which the log-sum-exp leaves out.

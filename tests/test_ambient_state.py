@@ -11,26 +11,10 @@ from flexmask.precision import without_tf32
 from tests.attention_calls import SINKS, call, flexprefill_attention, padding
 from tests.cases import mask_function, structured_inputs
 from tests.comparisons import assert_same_stats
-from tests.compile_support import assert_same_lists, cut, recompilations
+from tests.compile_support import assert_same_lists, cut, default_dtype, recompilations, set_to
 from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.interrupts import in_another_thread, interrupted
-
-
-@contextlib.contextmanager
-def set_to(value, read, write):
-    """A setting of the process at another value, and back."""
-    before = read()
-    write(value)
-    try:
-        yield
-    finally:
-        write(before)
-
-
-def default_dtype(dtype):
-    return set_to(dtype, torch.get_default_dtype, torch.set_default_dtype)
-
 
 AMBIENT = {
     "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
@@ -64,13 +48,11 @@ def test_selection_and_statistics_stay_the_same(state, method, options):
 @pytest.mark.parametrize(
     "keywords",
     [
-        {},
-        {"attention_mask": padding(200, ("left", 30))},
-        {"return_lse": True},
+        {}, {"attention_mask": padding(200, ("left", 30))}, {"return_lse": True},
         {"softcap": 3.0, "sinks": SINKS, "return_lse": True},
     ],
     ids=["SDPA", "padding", "log-sum-exp", "written out"],
-)
+)  # fmt: skip
 def test_dense_attention_and_its_statistics_stay_the_same(state, keywords):
     it = call(q_len=200)
     arguments = (it.case.query, it.case.key, it.value)
@@ -78,8 +60,7 @@ def test_dense_attention_and_its_statistics_stay_the_same(state, keywords):
     with state():
         *found, found_stats = flexprefill_attention(*arguments, **keywords, return_stats=True)
     for got, wanted in zip(found, expected, strict=True):
-        assert got.dtype == torch.float32
-        assert torch.equal(got, wanted)
+        assert got.dtype == torch.float32 and torch.equal(got, wanted)
     assert_same_stats(found_stats, stats)
 
 
@@ -90,11 +71,8 @@ def test_sparse_attention_stays_the_same(state):
     expected = it.attend()
     with state():
         found = it.attend()
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
 
-
-# Recompilations
 
 STATES = {
     "as it is": contextlib.nullcontext,
@@ -131,8 +109,7 @@ def test_alternating_states_use_up_no_recompilations(counting):
     first, second = graphs[: len(STATES)], graphs[len(STATES) :]
     assert torch.get_num_threads() == before
     # one for each state, and two for inference mode
-    assert 12 < first[-1] <= len(STATES) + 1
-    assert second[-1] == first[-1]
+    assert 12 < first[-1] <= len(STATES) + 1 and second[-1] == first[-1]
 
 
 def test_tf32_stays_off_while_any_thread_needs_it_off(matmul_precision):
@@ -153,8 +130,7 @@ def test_tf32_stays_off_while_any_thread_needs_it_off(matmul_precision):
     seen.append(matmul_precision.is_tf32())
     leave.set()
     thread.join()
-    assert seen == [False, False]
-    assert matmul_precision.is_tf32()
+    assert seen == [False, False] and matmul_precision.is_tf32()
     with pytest.raises(KeyError), without_tf32(), without_tf32():
         raise KeyError
     assert matmul_precision.is_tf32()
@@ -175,3 +151,18 @@ def test_tf32_comes_back_after_an_interrupt_at_any_line(matmul_precision, then):
         (in_another_thread if then == "another thread" else lambda work: work())(block)
         assert matmul_precision.is_tf32(), place
     assert left
+
+
+@pytest.mark.parametrize("generic", ["none", "tf32"])
+def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
+    """Set for matmuls, or inherited."""
+    if not matmul_precision.newer:
+        pytest.skip("this torch has no precision for everything")
+    products = torch.backends.cuda.matmul
+    torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
+    assert products.fp32_precision == "tf32"
+    with without_tf32():
+        assert products.fp32_precision == "ieee"
+    assert products.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")

@@ -1,33 +1,26 @@
-"""Compiled a handful of times: lengths, kinds of calls and models share compilations, and where those run out a call raises."""
+"""Compiled a handful of times, by `warmup` before any call: all kinds of calls share that; where it runs out a call raises."""
 
 from __future__ import annotations
+
+import functools
+import logging
 
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, block_masks, flexprefill_mask
-from tests.attention_calls import flexprefill_attention
-from tests.compile_support import (
-    KEY,
-    LENGTHS,
-    PADDING,
-    QUERY,
-    SPARSE,
-    assert_same_lists,
-    cut,
-    dense_under,
-    recompilations,
-    traced,
-)
+from flexmask import _torch, block_masks, flexprefill_mask, warmup
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
+from flexmask.block_masks import published_mask
+from tests.attention_calls import CPP_ERROR, flexprefill_attention
+from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, recompilations, traced
 from tests.compile_support import as_on_accelerators as as_on_accelerators
 from tests.compile_support import counting as counting
 from tests.compile_support import fresh_compiler as fresh_compiler
 
-CPP_ERROR = pytest.mark.xfail(
-    not _torch.CPU_TAKES_UNBACKED_SIZES, reason="this torch writes C++ that does not compile: flexmask._torch"
-)
+LENGTHS = (600, 333, 512, 64, 65, 100, 127, 128, 129, 160, 200, 255, 256, 257, 300, 384, 401, 450, 555, 599)
 
 
 @pytest.mark.attention
@@ -159,3 +152,49 @@ def test_recompilations_that_run_out_raise(counting):
                 flexprefill_attention(query, key, value, **SPARSE, dense_below=0)
         assert torch.equal(flexprefill_attention(*inputs, **SPARSE, dense_below=0), out)
     assert counting.frame_count == 1
+
+
+def call(length, device, chunked, padded, **options):
+    query, key, value = (torch.randn(1, h, length, 32, device=device) for h in (4, 2, 2))
+    query = query[:, :, length // 3 :].contiguous() if chunked else query
+    mask = torch.arange(length, device=device)[None] >= 5 if padded else None
+    with torch.no_grad():
+        return flexprefill_attention(query, key, value, attention_mask=mask, dense_below=0, **options)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(("chunked", "padded"), [(False, False), (True, True)])
+def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
+    if padded and device.type == "cpu" and not CPU_TAKES_UNBACKED_SIZES:
+        request.applymarker(pytest.mark.xfail(reason="this torch writes C++ that does not compile: flexmask._torch"))
+    options = {"block_size": 64, "min_budget": 64, "scale": 0.17 + chunked}
+    given = {"chunked": chunked, "padded": padded, "method": "flexprefill", "gamma": 0.7, **options}
+    with caplog.at_level(logging.WARNING, logger="flexmask"):
+        warmup(4, 2, 32, dtype=torch.float32, device=device, **given)
+    assert any("compiling" in record.message for record in caplog.records)
+    caplog.clear()
+    before = counters["stats"]["unique_graphs"]
+    # on CUDA the last ones have maps that are not small
+    for length in (1000, 333, 2048, 777, *((12000, 30000) if device.type == "cuda" else ())):
+        call(length, device, chunked, padded, gamma=0.8, **options)
+    assert counters["stats"]["unique_graphs"] == before and not caplog.records
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(
+    "method", ["published", published_mask, functools.partial(published_mask, tau=0.2)], ids=["name", "function", "partial"]
+)
+def test_published_selection_is_warmed_up_with_whole_blocks(without_kernel, method):
+    # it refuses other lengths
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", block_size=64, method=method)
+    called = len(without_kernel)
+    warmup(2, 2, 16, dtype=torch.float32, device="cpu", method=method)
+    assert 0 < called < len(without_kernel)
+    assert {q_len % 64 for _, _, q_len, _ in without_kernel[:called]} == {0}
+    assert {q_len % 128 for _, _, q_len, _ in without_kernel[called:]} == {0}
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "q_offset", "return_stats"])
+def test_what_it_does_not_take_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} is not an option of warmup"):
+        warmup(1, 1, 16, dtype=torch.float32, device="cpu", **{name: None})

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from flexmask.precision import without_tf32
 from tests.attention_calls import flexprefill_attention
 from tests.cases import Case, Config, cases, hybrid_length, sparse_cases, structured_inputs
 from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_well_formed
+
+pytestmark = pytest.mark.gpu
 
 
 def gpu_cases(count, **fixed):
@@ -25,7 +26,6 @@ def gpu_cases(count, **fixed):
     return found
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("part", range(4))
 def test_equals_the_reference_on_cuda(cuda, part):
     tally = Tally()
@@ -34,7 +34,6 @@ def test_equals_the_reference_on_cuda(cuda, part):
     tally.check()
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     "fixed",
     [
@@ -63,7 +62,6 @@ def test_prompts_of_many_blocks_equal_the_reference_on_cuda(cuda, fixed):
     assert drawn.sparse > 0
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_kernels_run_where_query_is():
     query, key = structured_inputs(torch.Generator().manual_seed(8), 1, 4, 2, 300, 300, 64)
@@ -76,7 +74,6 @@ def test_kernels_run_where_query_is():
     assert_same_blocks(result, case.reference())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [192, 256, 512])
 @pytest.mark.parametrize("block_size", [64, 128, 256])
@@ -91,7 +88,6 @@ def test_wide_heads_fit_into_shared_memory(cuda, method, block_size, head_dim, d
         assert_same_blocks(result, case.reference())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1920, 4000, 8000], ids=["small map", "medium map", "large map"])
 def test_maps_of_every_size_keep_what_plain_steps_keep(cuda, tokens):
     query, key = structured_inputs(torch.Generator().manual_seed(4), 1, 4, 2, tokens, tokens, 32, sharpness=4.0)
@@ -114,16 +110,13 @@ def poison():
     del held
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rule", "tau", "padded", "scores"),
     [
-        ("flatten", 0.3, False, {}),
-        ("flatten", 0.3, True, {"window": 300, "softcap": 8.0}),
-        ("per_query", 0.08, True, {}),
+        ("flatten", 0.3, False, {}), ("flatten", 0.3, True, {"window": 300, "softcap": 8.0}), ("per_query", 0.08, True, {}),
         ("hybrid", 0.0, True, {"window": 300, "softcap": 8.0}),
     ],
-)
+)  # fmt: skip
 def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
     rules = {"method": rule} if rule == "hybrid" else {"query_aware": rule, "max_budget": 192 if padded else None}
     config = Config(0.8, tau, block_size=32, min_budget=32, **rules)
@@ -141,7 +134,6 @@ def test_reads_nothing_that_was_not_written(cuda, rule, tau, padded, scores):
         assert_as_the_oracle(there.search(), expected)
 
 
-@pytest.mark.gpu
 def test_attention_reads_nothing_that_was_not_written(cuda):
     generator = torch.Generator().manual_seed(6)
     query, key = structured_inputs(generator, 1, 8, 2, 333, 1000, 64)
@@ -156,7 +148,6 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
     assert first.isfinite().all()
 
 
-@pytest.mark.gpu
 def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_precision):
     """The kernels ignore the setting."""
     config = Config(0.8, 0.3, block_size=32, min_budget=32, method="published")
@@ -168,18 +159,3 @@ def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_pre
     assert not torch.equal(query[0, 0].to(cuda) @ key[0, 0].to(cuda).mT, exact)  # it is on
     assert torch.equal(case.search().keep, keep)
     assert matmul_precision.is_tf32()
-
-
-@pytest.mark.parametrize("generic", ["none", "tf32"])
-def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
-    """Set for matmuls, or inherited."""
-    if not matmul_precision.newer:
-        pytest.skip("this torch has no precision for everything")
-    products = torch.backends.cuda.matmul
-    torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
-    assert products.fp32_precision == "tf32"
-    with without_tf32():
-        assert products.fp32_precision == "ieee"
-    assert products.fp32_precision == "tf32"
-    torch.backends.fp32_precision = "ieee"
-    assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import select
 from flexmask.base import blocks
 from flexmask.base.scores import running_sums, top_p, widest_float
 from tests.cases import cases, published_cases
-from tests.comparisons import Drawn, Tally, assert_as_the_oracle
+from tests.comparisons import compare_drawn
 
 
 class NoFloat64(TorchDispatchMode):
@@ -38,21 +37,14 @@ def test_float64_is_not_asked_for_where_there_is_none():
 
 
 def test_selection_needs_no_float64(monkeypatch):
-    tally, drawn = Tally(), Drawn()
     for module in (select, blocks):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 
-    @settings(max_examples=40)
-    @given(cases() | published_cases() | cases(method="hybrid", row_stride=16))
-    def run(case):
+    def search(case):
         with NoFloat64():
-            result = case.search()
-        expected = case.reference()
-        assert_as_the_oracle(result, expected, tally, underflow=case.config.method == "published")
-        drawn.add(expected)
+            return case.search()
 
-    run()
-    tally.check()
+    compare_drawn(cases() | published_cases() | cases(method="hybrid", row_stride=16), 40, search)
 
 
 @pytest.mark.parametrize("gamma", [0.9, 0.99])

@@ -12,14 +12,9 @@ from flexmask.settings import PrefillSettings
 
 OPTIONS = {"gamma": 0.5, "block_size": 32, "min_budget": 32, "row_stride": 4, "window": 100, "q_offset": 64, "scale": 0.5}
 NUMPY = {
-    "gamma": np.float32(0.5),
-    "block_size": np.int64(32),
-    "min_budget": np.int32(32),
-    "row_stride": np.uint8(4),
-    "window": np.int64(100),
-    "q_offset": np.int64(64),
-    "scale": np.float16(0.5),
-}
+    "gamma": np.float32(0.5), "block_size": np.int64(32), "min_budget": np.int32(32), "row_stride": np.uint8(4),
+    "window": np.int64(100), "q_offset": np.int64(64), "scale": np.float16(0.5),
+}  # fmt: skip
 
 
 def query_and_key():
@@ -66,8 +61,7 @@ def test_settings_with_numpy_numbers_are_those_with_pythons_and_can_be_saved():
 
 def test_what_is_no_number_stays_for_the_checks():
     tensor, flag = torch.ones(2), np.bool_(True)
-    assert plain_numbers(tensor) is tensor
-    assert plain_number(flag) is flag
+    assert plain_numbers(tensor) is tensor and plain_number(flag) is flag
     assert plain_numbers(np.array([[1, 2], [3, 4]])) == ((1, 2), (3, 4))
     query, key = query_and_key()
     for gamma, said in ((np.array([0.5, 0.5]), "4 heads; got 2 numbers"), (np.array(["a"] * 4), r"gamma\[0\] must be a number")):

@@ -6,22 +6,11 @@ from hypothesis import given, settings
 
 from flexmask.block_masks import published_mask
 from tests.cases import Case, Config, published_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_as_the_oracle
+from tests.comparisons import Tally, assert_as_the_oracle, compare_drawn
 
 
 def test_equals_the_reference():
-    tally, drawn = Tally(), Drawn()
-
-    @settings(max_examples=60)
-    @given(published_cases(max_budget=None))
-    def run(case):
-        expected = case.reference()
-        assert_as_the_oracle(case.search(), expected, tally, underflow=True)
-        drawn.add(expected)
-
-    run()
-    tally.check()
-    drawn.check()
+    compare_drawn(published_cases(max_budget=None), 60).check()
 
 
 @settings(max_examples=15)

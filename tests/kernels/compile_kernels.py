@@ -24,15 +24,9 @@ from tests.cases import Config
 # most entries of a small and of a medium pooled map
 MAPS = {"small": (128 * 128, 256 * 256), "medium": (0, 256 * 256), "large": (0, 0)}
 NAMES = {
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+    torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8",
+    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+}  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -65,13 +59,9 @@ TIGHT = [Problem(128, 128, rich=True, row_stride=16), Problem(256, 128), Problem
 WIDE = [Problem(512, 128, rich=True, row_stride=16), Problem(512, 128), Problem(512, 64, torch.float32)]
 # with dims that are no power of two
 CHOICE = [
-    Problem(rich=True, row_stride=16),
-    Problem(map_size="medium"),
-    Problem(map_size="large"),
-    Problem(80, 128),
-    *TIGHT,
+    Problem(rich=True, row_stride=16), Problem(map_size="medium"), Problem(map_size="large"), Problem(80, 128), *TIGHT,
     Problem(128, 256),
-]
+]  # fmt: skip
 
 
 def launched(problem: Problem) -> dict[str, Variant]:

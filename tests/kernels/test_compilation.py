@@ -14,14 +14,9 @@ pytest.importorskip("triton")
 
 # bytes of shared memory per program
 LIMITS = {
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_120": 101_376,
-    "gfx942": 65_536,
+    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_120": 101_376, "gfx942": 65_536,
     "gfx1100": 65_536,
-}
+}  # fmt: skip
 
 
 def printed(tmp_path: Path, program: str, *arguments: str) -> str:

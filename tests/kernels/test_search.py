@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,10 +15,9 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.select import option_tensors
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
-from tests.cases import Case, Config, by_kernels, configs, drawn_inputs, sparse_cases, structured_inputs
-from tests.comparisons import Drawn, Tally, assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_same_stats
-from tests.compile_support import assert_same_lists, traced
-from tests.drawn_options import attention_masks, q_offsets, score_options
+from tests.cases import Case, Config, by_kernels, cases, sparse_cases, structured_inputs
+from tests.comparisons import assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_same_stats, compare_drawn
+from tests.compile_support import assert_same_lists, default_dtype, traced
 
 pytest.importorskip("triton")
 
@@ -44,8 +42,7 @@ def _poisoned():
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
-        assert torch.empty(100).isnan().all()
+        assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(100).isnan().all()
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -54,35 +51,16 @@ def _poisoned():
 poisoned = pytest.mark.usefixtures("_poisoned")
 
 
-@st.composite
-def short_cases(draw):
-    config = draw(configs([16, 32, 48], st.sampled_from([0.43, 0.71, 0.91, 1.0]), (0, 1, 4)))
-    kv_len = draw(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260))
-    q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
-    case = drawn_inputs(draw, config, draw(st.integers(1, 2)), q_len, kv_len, draw(st.sampled_from([1.0, 5.0])))
-    case.attention_mask = draw(attention_masks(case.query.shape[0], kv_len))
-    case.q_offset = draw(q_offsets(case.query.shape[0], kv_len - q_len))
-    case.scores = draw(score_options(kv_len))
-    return case
+def search(case):
+    with by_kernels():
+        return case.search()
 
 
 @poisoned
 def test_equals_the_oracle():
-    tally, drawn = Tally(), Drawn()
-
-    @settings(max_examples=15)
-    @given(short_cases() | sparse_cases(most_blocks=16))
-    def run(case):
-        expected = case.reference()
-        with by_kernels():
-            result = case.search()
-        assert_as_the_oracle(result, expected, tally)
-        drawn.add(expected)
-
-    run()
-    tally.check()
+    short = cases(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260), [16, 32, 48], [0.43, 0.71, 0.91, 1.0], (0, 1, 4))
     # few cases are drawn: the calls below have query-aware heads
-    assert drawn.sparse > 0
+    assert compare_drawn(short | sparse_cases(most_blocks=16), 15, search).sparse > 0
 
 
 EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_stride": 4}
@@ -93,24 +71,16 @@ EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_
 def test_window_of_all_tokens_or_more_is_none(method, window):
     query, key = structured_inputs(torch.Generator().manual_seed(4), 2, 4, 2, 76, 96, 32)
     config, mask = Config(**EVERYTHING, method=method), padding(96, ("left", 48), ("left", 5))
-    with by_kernels():
-        one, none = (
-            Case(query, key, config, scores, mask, torch.tensor([20, 3])).search() for scores in ({"window": window}, {})
-        )
+    one, none = (search(Case(query, key, config, scores, mask, torch.tensor([20, 3]))) for scores in ({"window": window}, {}))
     assert_equal_lists(one, none)
     assert_same_stats(one.stats, none.stats)
 
 
 QUERY_AWARE = {"gamma": 0.43, "tau": 0.6}
 CHUNK: dict[str, Any] = {
-    "q_len": 150,
-    "kv_len": 190,
-    "batch": 2,
-    "attention_mask": padding(190, ("left", 0), ("left", 37)),
-    "q_offset": torch.tensor([3, 40]),
-    "scores": {"window": 150, "softcap": 20.0},
-    "sharpness": 5.0,
-}
+    "q_len": 150, "kv_len": 190, "batch": 2, "attention_mask": padding(190, ("left", 0), ("left", 37)),
+    "q_offset": torch.tensor([3, 40]), "scores": {"window": 150, "softcap": 20.0}, "sharpness": 5.0,
+}  # fmt: skip
 # a window at the edge of a block shows or fills another block with every key
 EDGES: dict[str, Any] = {"q_len": 91, "kv_len": 139, "heads": (2, 1), **QUERY_AWARE}
 MANY_BLOCKS: dict[str, Any] = {"method": "hybrid", "q_len": 40, "kv_len": 9000, "heads": (2, 1), "head_dims": (16, 16)}
@@ -158,24 +128,16 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def assert_as_the_plain_steps(case):
-    """Heads with a margin keep the oracle's blocks, and all heads those of the plain steps; returns both results."""
-    plain, expected = case.search(), case.reference()
-    with by_kernels():
-        found = case.search()
+@poisoned
+@pytest.mark.parametrize("name", CALLS)
+def test_masks_equal_those_of_the_plain_steps(name):
+    case = call(**{"gamma": 0.5, "tau": 0.1, "row_stride": 4, **CALLS[name]}).case
+    plain, expected, found = case.search(), case.reference(), search(case)
     if case.query.dtype == torch.float32:
         assert_as_the_oracle(found, expected)
         assert_equal_lists(found, plain)
     else:
         assert_same_blocks(found, expected)
-    return found, expected
-
-
-@poisoned
-@pytest.mark.parametrize("name", CALLS)
-def test_masks_equal_those_of_the_plain_steps(name):
-    case = call(**{"gamma": 0.5, "tau": 0.1, "row_stride": 4, **CALLS[name]}).case
-    found, expected = assert_as_the_plain_steps(case)
     assert (expected.margin > 1e-5).float().mean() > 0.6
     assert case.key.shape[2] < 64 or (found.stats.density < 1).any()
     assert "tau" not in CALLS[name] or found.stats.is_query_aware.any() or "window" in name
@@ -190,9 +152,7 @@ def test_strides_and_what_padding_holds_change_nothing(method, layout):
     expected = case.search()
     case.key = LAYOUTS[layout](case.key.masked_fill((mask == 0)[:, None, :, None], float("nan")))
     case.query = LAYOUTS[layout](case.query)
-    with by_kernels():
-        found = case.search()
-    assert_equal_lists(found, expected)
+    assert_equal_lists(search(case), expected)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
@@ -201,9 +161,7 @@ def test_a_head_with_nan_keeps_what_it_keeps_by_the_plain_steps(method):
     """A maximum drops NaN on a GPU."""
     case = call(q_len=100, method=method, row_stride=4).case
     case.query[0, 1, [64, 95]] = torch.nan
-    plain = case.search()
-    with by_kernels():
-        found = case.search()
+    plain, found = case.search(), search(case)
     assert_equal_lists(found, plain)
     assert torch.equal(found.stats.coverage.isnan(), plain.stats.coverage.isnan())
     assert found.stats.coverage.isnan().any()
@@ -213,9 +171,7 @@ def test_masks_are_the_same_as_they_are_stored_on_amd(monkeypatch):
     case = call(q_len=60, kv_len=140, heads=(2, 1), tau=0.5).case
     expected = case.search()
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with by_kernels():
-        found = case.search()
-    assert_equal_lists(found, expected)
+    assert_equal_lists(search(case), expected)
 
 
 @functools.cache
@@ -224,24 +180,16 @@ def case_of(method):
     query, key = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
     options = {"gamma": 0.7, "row_stride": 4} if method == "hybrid" else {"gamma": 0.5, "tau": 0.08}
     case = Case(query, key, Config(**options, block_size=16, min_budget=0, method=method))
-    expected = case.reference()
-    with by_kernels():
-        found = case.search()
-    assert not assert_same_blocks(found, expected).any()
-    assert (found.stats.density < 0.9).any()
+    expected, found = case.reference(), search(case)
+    assert not assert_same_blocks(found, expected).any() and (found.stats.density < 0.9).any()
     return case, expected, found
 
 
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 def test_the_default_dtype_changes_nothing(method):
     case, _, expected = case_of(method)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with by_kernels():
-            found = case.search()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.bfloat16):
+        found = search(case)
     assert_equal_lists(found, expected)
     assert_same_stats(found.stats, expected.stats)
 
@@ -249,13 +197,10 @@ def test_the_default_dtype_changes_nothing(method):
 @pytest.mark.parametrize(
     ("method", "fault"),
     [
-        ("flexprefill", "representative_mass"),
-        ("flexprefill", "query_aware_blocks"),
-        ("flexprefill", "pattern_and_lines"),
-        ("hybrid", "row_blocks"),
-        ("hybrid", "last_rows_lines"),
+        ("flexprefill", "representative_mass"), ("flexprefill", "query_aware_blocks"), ("flexprefill", "pattern_and_lines"),
+        ("hybrid", "row_blocks"), ("hybrid", "last_rows_lines"),
     ],
-)
+)  # fmt: skip
 def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
     case, expected, _ = case_of(method)
     steps = next(module for module in (kernels, hybrid.kernels, flexprefill.kernels) if hasattr(module, fault))
@@ -275,13 +220,11 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
         return result
 
     monkeypatch.setattr(steps, fault, wrong)
-    with by_kernels(), pytest.raises(AssertionError, match="blocks differ"):
-        assert_same_blocks(case.search(), expected)
+    with pytest.raises(AssertionError, match="blocks differ"):
+        assert_same_blocks(search(case), expected)
 
 
 # Inside of a caller's torch.compile the kernels are one operator, flexmask::select
-
-
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 @pytest.mark.parametrize(("with_map", "statistics"), [(False, ()), (False, FROM_LISTS), (True, STATISTICS)], ids=str)
 def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
@@ -298,8 +241,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
         found = outcome(query, key)
         with FakeTensorMode() as mode:
             declared = outcome(mode.from_tensor(query), mode.from_tensor(key))
-    assert declared == found
-    assert len(found) == 4 + with_map + len(statistics)
+    assert declared == found and len(found) == 4 + with_map + len(statistics)
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,9 @@ from tests.oracle.visibility import Visibility
 
 
 def flexprefill_selection(
-    head: AttentionHead,
-    seen: Visibility,
-    *,
-    gamma: float,
-    tau: float,
-    min_budget: int,
-    max_budget: int | None = None,
-    query_aware: str = "flatten",
-    pattern_queries: str = "last",
-    index_queries: str = "last",
-) -> ReferenceResult:
+    head: AttentionHead, seen: Visibility, *, gamma: float, tau: float, min_budget: int, max_budget: int | None = None,
+    query_aware: str = "flatten", pattern_queries: str = "last", index_queries: str = "last",
+) -> ReferenceResult:  # fmt: skip
     """Decide one head: the algorithm "Sparse Attention", up to the attention itself.
 
     Differs from the paper: vertical and slash lines are chosen by block, each slash split over the two block diagonals it

@@ -62,15 +62,9 @@ class Thresholds(NamedTuple):
 
 
 def hybrid_selection(
-    head: AttentionHead,
-    seen: Visibility,
-    *,
-    gamma: float,
-    min_budget: int,
-    row_stride: int = 8,
-    min_coverage: float = 0.0,
+    head: AttentionHead, seen: Visibility, *, gamma: float, min_budget: int, row_stride: int = 8, min_coverage: float = 0.0,
     rule: Rule,
-) -> ReferenceResult:
+) -> ReferenceResult:  # fmt: skip
     """Decide one head."""
     least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
     last_rows = steps.representative_rows("last", seen)

@@ -20,25 +20,15 @@ from tests.oracle.steps import AttentionHead
 from tests.oracle.visibility import query_offsets, visibility
 
 SELECTIONS: dict[str, Callable[..., ReferenceResult]] = {
-    "flexprefill": flexprefill_selection,
-    "hybrid": hybrid_selection,
-    "published": published_selection,
-}
+    "flexprefill": flexprefill_selection, "hybrid": hybrid_selection, "published": published_selection,
+}  # fmt: skip
 
 
 def reference(
-    query: Tensor,
-    key: Tensor,
-    method: str = "flexprefill",
-    *,
-    block_size: int = 128,
-    scale: float | None = None,
-    softcap: float | None = None,
-    window: int | None = None,
-    attention_mask: Tensor | None = None,
-    q_offset: int | Tensor | None = None,
-    **options: Any,
-) -> ReferenceResult:
+    query: Tensor, key: Tensor, method: str = "flexprefill", *, block_size: int = 128, scale: float | None = None,
+    softcap: float | None = None, window: int | None = None, attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None, **options: Any,
+) -> ReferenceResult:  # fmt: skip
     """Decide the block mask of every head, in float64. Takes the arguments of the mask functions, which are not checked."""
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1:3]
