@@ -82,10 +82,8 @@ def _export(strict: bool) -> Callable[[Callable[[], bool]], Any]:
 
 
 HELD: dict[str, Callable[[Callable[[], bool]], Any]] = {
-    "torch.compile traces": _while_traced,
-    "a backend compiles": _in_the_backend,
-    "flexmask compiles": _of_attention,
+    "torch.compile traces": _while_traced, "a backend compiles": _in_the_backend, "flexmask compiles": _of_attention,
     "torch.export": _export(False),
-}
+}  # fmt: skip
 # strict, it makes torch forget what was compiled in any thread
 STRICT_EXPORT = _export(True)

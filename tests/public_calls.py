@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -21,18 +23,19 @@ PADDING = torch.ones(1, 256, dtype=torch.int64)
 PADDING[:, :40] = 0
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
+def inputs(length: int = 256, head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    query, key = structured_inputs(generator, 1, 4, 2, 256, 256, 16, 2.0)
-    return query, key, torch.randn(1, 2, 256, 16, generator=generator)
+    query, key = structured_inputs(generator, 1, 4, 2, length, length, head_dim, 2.0)
+    return query, key, torch.randn(1, 2, length, head_dim, generator=generator)
 
 
-def attention(**options: Any) -> Any:
-    return sparse_attention(*inputs(), **{"dense_below": 0, **OPTIONS, **options})
+def attention(*given: Tensor, **options: Any) -> Any:
+    query, key, value = given or inputs()
+    return sparse_attention(query, key, value, **{"dense_below": 0, **OPTIONS, **options})
 
 
-def varlen(bounds: Any, **options: Any) -> Any:
-    query, key, value = (x[0].transpose(0, 1) for x in inputs())
+def varlen(bounds: Any, *given: Tensor, **options: Any) -> Any:
+    query, key, value = (x[0].transpose(0, 1) for x in given or inputs())
     return sparse_attention_varlen(query, key, value, bounds, **{"dense_below": 65, **OPTIONS, **options})
 
 
@@ -47,16 +50,16 @@ def mask(name: str) -> Any:
     return made.to_dense(), stats.density
 
 
-def layer() -> SparseLayer:
-    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scale=0.25)
+def layer(head_dim: int = 16) -> SparseLayer:
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=head_dim, v_head_dim=head_dim, scale=0.25)
     found = role_of_shape(shape, 0, PrefillSettings(**OPTIONS))
     assert isinstance(found, SparseLayer)
     return found
 
 
-def engines(rows: int) -> Any:
-    query, key, value = (x[0] for x in inputs())
-    return attend(layer(), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",))
+def engines(rows: int, *given: Tensor) -> Any:
+    query, key, value = (x[0] for x in given or inputs())
+    return attend(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",))
 
 
 def engines_start() -> None:
@@ -71,20 +74,36 @@ UNCOMPILED: dict[str, Callable[[], Any]] = {
     **{f"mask of {name}": functools.partial(mask, name.removesuffix("_mask")) for name in block_masks.__all__},
 }
 COMPILED: dict[str, Callable[[], Any]] = {
-    "sparse": attention,
-    "sparse, statistics": lambda: attention(return_stats=True)[0],
+    "sparse": attention, "sparse, statistics": lambda: attention(return_stats=True)[0],
     "sparse, padded window": lambda: attention(attention_mask=PADDING, window=100),
-    "a user's method": lambda: sparse_attention(*inputs(), users, block_size=32, dense_below=0),
-    "packed": lambda: varlen(BOUNDS),
+    "a user's method": lambda: sparse_attention(*inputs(), users, block_size=32, dense_below=0), "packed": lambda: varlen(BOUNDS),
     "packed, bounds in a tensor": lambda: varlen(torch.tensor(BOUNDS)),
-    "warmup": lambda: warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS),
-    "engines: a prompt": lambda: engines(256),
-    "engines: a chunk": lambda: engines(100),
-    "engines: start": engines_start,
-}
+    "warmup": lambda: warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS), "engines: a prompt": lambda: engines(256),
+    "engines: a chunk": lambda: engines(100), "engines: start": engines_start,
+}  # fmt: skip
 
 
 def tensors_of(found: Any) -> list[Tensor]:
     if isinstance(found, (tuple, list)):
         return [tensor for each in found for tensor in tensors_of(each)]
     return [found] if isinstance(found, Tensor) else []
+
+
+def results(calls: dict[str, Callable[[], Any]]) -> dict[str, list[Tensor]]:
+    return {name: tensors_of(call()) for name, call in calls.items()}
+
+
+def assert_same_results(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+    for name, tensors in found.items():
+        for got, wanted in zip(tensors, expected[name], strict=True):
+            assert torch.equal(got, wanted), name
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Results of all calls, by then compiled."""
+    torch._dynamo.reset()  # other tests may have used up recompilations
+    with torch.no_grad():
+        for _ in range(2):
+            found = results({**UNCOMPILED, **COMPILED})
+    return found

@@ -1,36 +1,28 @@
 """Under autocast every public call takes query, key and value in its dtype, as SDPA does, and computes without it."""
 
 import contextlib
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
-from flexmask.settings import PrefillSettings
+from flexmask import SelectionStats, flexprefill_mask, sparse_attention, warmup
+from tests import public_calls
 from tests.attention_calls import SINKS
 from tests.block_masks.gallery import MASKS, SPARSE
-from tests.cases import structured_inputs
 from tests.comparisons import assert_same_stats
 from tests.compile_support import assert_same_lists, lists_of, traced
 from tests.compile_support import counting as counting
 from tests.packs import bounds_of
+from tests.public_calls import OPTIONS, attention, engines, varlen
 
-OPTIONS: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
-NOW: dict[str, Any] = {**OPTIONS, "dense_below": 0}
+inputs = functools.partial(public_calls.inputs, 384, 32)
 LENGTHS = bounds_of((200, 0, 184))
 LOWER = (torch.bfloat16, torch.float16)
 lower = pytest.mark.parametrize("dtype", LOWER, ids=str)
-
-
-def inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    query, key = structured_inputs(generator, 1, 4, 2, 384, 384, 32, 2.0)
-    return [query, key, torch.randn(1, 2, 384, 32, generator=generator)]
 
 
 def users_method(query, key, **options):
@@ -38,27 +30,16 @@ def users_method(query, key, **options):
     return flexprefill_mask(query, key, gamma=0.6, min_budget=0, **options)
 
 
-def packed(*given, **options):
-    return sparse_attention_varlen(*(x[0].transpose(0, 1).contiguous() for x in given), LENGTHS, **options, return_stats=True)
-
-
-def engine(query, key, value):
-    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
-    layer = role_of_shape(shape, 0, PrefillSettings(**OPTIONS))
-    assert isinstance(layer, SparseLayer)
-    return attend(layer, query[0].transpose(0, 1), key[0], value[0], statistics=("density",))
-
-
 SPARSE_CALLS = {
-    "sparse_attention": lambda *given: sparse_attention(*given, **NOW, return_stats=True),
-    "sparse_attention_varlen": lambda *given: packed(*given, **NOW),
+    "sparse_attention": lambda *given: attention(*given, return_stats=True),
+    "sparse_attention_varlen": lambda *given: varlen(LENGTHS, *given, dense_below=0, return_stats=True),
     "a user's method": lambda query, key, value: sparse_attention(query, key, value, users_method, block_size=32, dense_below=0),
-    "an engine": engine,
+    "an engine": functools.partial(engines, 384),
 }
 DENSE_CALLS = {
     "dense": lambda *given: sparse_attention(*given, return_stats=True),
     "dense, written out": lambda *given: sparse_attention(*given, softcap=3.0, sinks=SINKS, return_lse=True),
-    "dense, packed": packed,
+    "dense, packed": lambda *given: varlen(LENGTHS, *given, dense_below=None, return_stats=True),
 }
 MASK_CALLS = {
     f"{name}_mask": lambda query, key, value, name=name: MASKS[name](query, key, **SPARSE[name], block_size=32, return_stats=True)
@@ -76,8 +57,7 @@ def assert_same(found: Any, expected: Any) -> None:
     elif isinstance(found, BlockMask):
         assert_same_lists(found, expected)
     else:
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 def assert_follows(call: Any, dtype: torch.dtype) -> None:
@@ -107,7 +87,7 @@ def test_a_warm_up_under_autocast_serves_calls_under_it(counting):
     with torch.autocast("cpu", torch.bfloat16):
         warmup(4, 2, 32, dtype=torch.float32, device="cpu", **OPTIONS)
         graphs = counting.frame_count
-        sparse_attention(query, key, value.bfloat16(), **NOW)
+        attention(query, key, value.bfloat16())
     assert counting.frame_count == graphs > 0
 
 

@@ -1,5 +1,6 @@
 """Modes that see every operator of this thread: calls give the same, or name the mode."""
 
+import functools
 import sys
 
 import pytest
@@ -11,18 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexmask import flexprefill_mask, sparse_attention, sparse_attention_varlen
-from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, inputs, tensors_of, users
+from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, assert_same_results, inputs, results, users
+from tests.public_calls import expected as expected
 
 
 class LoggingMode(TorchDispatchMode):
-    """Notes operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    """Sees every operator."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
         return function(*args, **(kwargs or {}))
 
 
@@ -38,42 +35,24 @@ DISPATCH = {"FlopCounterMode": lambda: FlopCounterMode(display=False), "LoggingM
 FUNCTION = {"LoggingFunctionMode": LoggingFunctionMode, "a default device": lambda: torch.device("cpu")}
 
 
-@pytest.fixture(scope="module")
-def expected():
-    torch._dynamo.reset()  # other tests may have used up recompilations
-    with torch.no_grad():
-        return {name: tensors_of(call()) for name, call in {**UNCOMPILED, **COMPILED}.items()}
-
-
-def assert_as_expected(name, call, expected):
-    for got, wanted in zip(tensors_of(call()), expected[name], strict=True):
-        assert torch.equal(got, wanted), name
-
-
 @pytest.mark.attention
 @pytest.mark.parametrize("mode", DISPATCH)
 def test_calls_under_a_dispatch_mode_run_or_name_it(mode, expected):
     with torch.no_grad():
         with DISPATCH[mode]():
-            for name, call in UNCOMPILED.items():
-                assert_as_expected(name, call, expected)
+            assert_same_results(results(UNCOMPILED), expected)
             for call in COMPILED.values():
                 with pytest.raises(RuntimeError, match=rf"does not run under the mode _?{mode}, .* leave the mode"):
                     call()
         # nothing stays uncompiled
-        for name, call in COMPILED.items():
-            assert_as_expected(name, call, expected)
+        assert_same_results(results(COMPILED), expected)
 
 
 @pytest.mark.attention
 @pytest.mark.parametrize("mode", FUNCTION)
 def test_calls_under_a_function_mode_run(mode, expected):
     with torch.no_grad(), FUNCTION[mode]():
-        for name, call in {**UNCOMPILED, **COMPILED}.items():
-            assert_as_expected(name, call, expected)
-
-
-# Fake tensors: shapes
+        assert_same_results(results({**UNCOMPILED, **COMPILED}), expected)
 
 
 def faked(mode, *tensors):
@@ -105,8 +84,7 @@ def test_fake_tensors_give_shapes(form, dtype):
     with torch.no_grad(), mode:
         found = sparse_attention(*given, **options)
         out, stats = found if "return_stats" in options else (found, None)
-        assert type(out) is FakeTensor
-        assert out.shape == (1, 4, 256, 16)
+        assert type(out) is FakeTensor and out.shape == (1, 4, 256, 16)
         assert out.dtype == dtype
         assert stats is None or stats.density.shape == (1, 4)
 
@@ -129,12 +107,9 @@ def test_a_mode_that_takes_real_tensors_gives_shapes():
 
 
 def test_fake_tensors_outside_of_their_mode_are_refused():
-    query, key, value = faked(FakeTensorMode(), *inputs())
-    for call in (
-        lambda: sparse_attention(query, key, value, **OPTIONS),
-        lambda: sparse_attention(query, key, value, **OPTIONS, dense_below=0),
-        lambda: flexprefill_mask(query, key),
-    ):
+    given = faked(FakeTensorMode(), *inputs())
+    calls = [functools.partial(sparse_attention, *given, **OPTIONS, dense_below=below) for below in (None, 0)]
+    for call in (*calls, lambda: flexprefill_mask(*given[:2])):
         with pytest.raises(ValueError, match="query must be used under its FakeTensorMode; got a fake tensor outside of it"):
             call()
 

@@ -4,27 +4,8 @@ import pytest
 import torch
 
 from tests.held_open import HELD, STRICT_EXPORT, held_open
-from tests.public_calls import COMPILED, UNCOMPILED, attention, tensors_of
-
-
-def results(calls):
-    return {name: tensors_of(call()) for name, call in calls.items()}
-
-
-def assert_same_results(found, expected):
-    for name in expected:
-        for got, wanted in zip(found[name], expected[name], strict=True):
-            assert torch.equal(got, wanted), name
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """Results of all calls, by then compiled."""
-    torch._dynamo.reset()
-    with torch.no_grad():
-        for _ in range(2):
-            found = results({**UNCOMPILED, **COMPILED})
-    return found
+from tests.public_calls import COMPILED, UNCOMPILED, assert_same_results, attention, results
+from tests.public_calls import expected as expected
 
 
 @pytest.mark.attention
