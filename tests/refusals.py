@@ -14,12 +14,7 @@ LAYOUT = {
 
 
 def right() -> dict[str, Any]:
-    return {
-        "query": torch.zeros(2, 4, 64, 32),
-        "key": torch.zeros(2, 2, 96, 32),
-        "value": torch.zeros(2, 2, 96, 48),
-        "block_size": 32,
-    }
+    return {"query": zeros(2, 4, 64, 32), "key": zeros(2, 2, 96, 32), "value": zeros(2, 2, 96, 48), "block_size": 32}
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -31,10 +26,10 @@ Refusals = list[tuple[dict[str, Any], type[Exception], str]]
 
 
 def refused_values(error: type[Exception], message: str, names: Sequence[str], values: Iterable[Any]) -> Refusals:
-    """Each value of each option; `message` may hold {name}, {got}, {type}, {shape} and {dtype} of the value."""
+    """Each value of each option; `message` may hold {name}, {got}, {type}, {dtype}, {shape} and its first {sizes}."""
 
     def said(name: str, x: Any) -> str:
-        tensor = {"shape": tuple(x.shape), "dtype": x.dtype} if isinstance(x, Tensor) else {}
+        tensor = {"shape": tuple(x.shape), "sizes": tuple(x.shape[:3]), "dtype": x.dtype} if isinstance(x, Tensor) else {}
         return message.format(name=name, got=x, type=type(x).__name__, **tensor)
 
     return [({name: x}, error, said(name, x)) for name in names for x in values]

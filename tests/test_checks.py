@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flexmask import flexprefill_mask, sparse_attention
+from flexmask._torch import HAS_CPU_KERNEL
 from flexmask.block_masks import published_mask
 from tests.attention_calls import flexprefill_attention
 from tests.comparisons import known_lengths
@@ -34,24 +35,20 @@ REFUSED: Refusals = [
     ({"query": zeros(2, 4, 97, 32)}, ValueError, "query's q_len must be at most key's kv_len 96; got 97"),
     *(
         (
-            {"query": zeros(2, 4, 64, n), "key": zeros(2, 2, 96, n)},
-            ValueError,
+            {"query": zeros(2, 4, 64, n), "key": zeros(2, 2, 96, n)}, ValueError,
             f"query must have a head_dim from 16 to 512; got {n}",
         )
         for n in (15, 513)
     ),
     # dtypes and devices
     *refused_values(
-        TypeError,
-        "query must be float32, float16 or bfloat16; got {dtype}",
-        ("query",),
+        TypeError, "query must be float32, float16 or bfloat16; got {dtype}", ("query",),
         [zeros(*QUERY, dtype=dtype) for dtype in (torch.float64, torch.int64, torch.complex64)],
     ),
     ({"key": zeros(*KEY).half()}, TypeError, "key must have query's dtype torch.float32; got torch.float16"),
     ({"key": zeros(*KEY, device="meta")}, ValueError, "key must be on query's device cpu; got meta"),
     (
-        {"query": zeros(*QUERY, device="meta"), "key": zeros(*KEY, device="meta")},
-        ValueError,
+        {"query": zeros(*QUERY, device="meta"), "key": zeros(*KEY, device="meta")}, ValueError,
         "query must hold values; got a tensor on the meta device",
     ),
     # scores
@@ -64,15 +61,11 @@ REFUSED: Refusals = [
     ({"scale": 10**400}, ValueError, "scale must be a number that a float can hold; got one of 401 digits"),
     # attention_mask
     *refused_values(
-        ValueError,
-        "attention_mask must be (batch, kv_len) = (2, 96); got {shape}",
-        ("attention_mask",),
+        ValueError, "attention_mask must be (batch, kv_len) = (2, 96); got {shape}", ("attention_mask",),
         [torch.ones(shape, dtype=torch.bool) for shape in ((96,), (2, 64), (2, 1, 64, 96))],
     ),
     *refused_values(
-        TypeError,
-        "attention_mask must be bool or integer, 1 = token; got {dtype}",
-        ("attention_mask",),
+        TypeError, "attention_mask must be bool or integer, 1 = token; got {dtype}", ("attention_mask",),
         [torch.ones(2, 96, dtype=dtype) for dtype in (torch.float32, torch.complex64)],
     ),
     ({"attention_mask": [[1] * 96] * 2}, TypeError, "attention_mask must be a tensor or None; got list"),
@@ -81,15 +74,11 @@ REFUSED: Refusals = [
     *refused_values(ValueError, "q_offset must be in [0, kv_len - q_len = 32]; got {got}", ("q_offset",), (-1, 33, 10**12)),
     *refused_values(TypeError, "q_offset must be an int; got {type}", ("q_offset",), (1.0, True, "0", [0, 1])),
     *refused_values(
-        ValueError,
-        "q_offset must be a 0-d or (2,) tensor; got shape {shape}",
-        ("q_offset",),
+        ValueError, "q_offset must be a 0-d or (2,) tensor; got shape {shape}", ("q_offset",),
         [torch.zeros(shape, dtype=torch.int64) for shape in ((1,), (3,), (2, 1))],
     ),
     *refused_values(
-        TypeError,
-        "q_offset must be an integer tensor; got {dtype}",
-        ("q_offset",),
+        TypeError, "q_offset must be an integer tensor; got {dtype}", ("q_offset",),
         [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.bool, torch.complex64)],
     ),
     ({"q_offset": torch.zeros(2, device="meta").long()}, ValueError, "q_offset must be on key's device cpu; got meta"),
@@ -100,21 +89,17 @@ REFUSED: Refusals = [
     ),
     ({"gamma": (0.5, 0.5, 2.0, 0.5)}, ValueError, "gamma[2] must be in (0, 1]; got 2.0"),
     *refused_values(
-        ValueError,
-        "gamma must be (num_heads,) = (4,); got {shape}",
-        ("gamma",),
+        ValueError, "gamma must be (num_heads,) = (4,); got {shape}", ("gamma",),
         [zeros(*shape) for shape in ((), (1,), (2,), (2, 4), (4, 1))],
     ),
     *refused_values(
-        TypeError,
-        "gamma must be floating; got {dtype}",
-        ("gamma",),
+        TypeError, "gamma must be floating; got {dtype}", ("gamma",),
         [zeros(4, dtype=dtype) for dtype in (torch.int64, torch.bool, torch.complex64)],
     ),
     ({"gamma": zeros(4, device="meta")}, ValueError, "gamma must hold values; got a tensor on the meta device"),
     ({"tau": 1.1}, ValueError, "tau must be in [0, 1]; got 1.1"),
     ({"block_size": 100}, ValueError, "block_size must be a multiple of 16 from 16 to 256; got 100"),
-]
+]  # fmt: skip
 # what the published code cannot do
 PUBLISHED: Refusals = [
     ({}, ValueError, WHOLE_PROMPT.format(64, 96)),
@@ -206,3 +191,55 @@ def test_ends_of_the_ranges_are_accepted(changes):
     batch, num_heads, q_len, _ = arguments["query"].shape
     shape = (batch, num_heads, *known_lengths(q_len, arguments["key"].shape[2], 32))
     assert flexprefill_mask(**arguments, min_budget=0).shape == shape
+
+
+REFUSED_BY_ATTENTION: Refusals = [
+    ({"value": zeros(2, 96, 32)}, ValueError, f"value must be {LAYOUT['value']}; got shape (2, 96, 32)"),
+    ({"value": None}, TypeError, f"value must be a tensor {LAYOUT['value']}; got NoneType"),
+    ({"value": zeros(2, 2, 96, 0)}, ValueError, "value must not be empty; got shape (2, 2, 96, 0)"),
+    *refused_values(
+        ValueError, "value must have key's batch, num_kv_heads and kv_len (2, 2, 96); got {sizes}", ("value",),
+        (zeros(1, 2, 96, 32), zeros(2, 4, 96, 32), zeros(2, 2, 64, 32)),
+    ),
+    *(({"value": zeros(2, 2, 96, n)}, ValueError, f"value must have a v_head_dim from 16 to 512; got {n}") for n in (8, 513)),
+    # key has query's dtype and device, so one name stands for both
+    (
+        {"value": zeros(2, 2, 96, 48, dtype=torch.float16)}, TypeError,
+        "value must have query's dtype torch.float32; got torch.float16",
+    ),
+    ({"value": zeros(2, 2, 96, 48, device="meta")}, ValueError, "value must be on query's device cpu; got meta"),
+    ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'triton', 'flash'; got 'cuda'"),
+    ({"backend": None}, ValueError, "backend must be one of 'auto', 'triton', 'flash'; got None"),
+    ({"dense_below": -1}, ValueError, "dense_below must be >= 0 tokens; got -1"),
+    ({"dense_below": 1.0}, TypeError, "dense_below must be an int; got float"),
+    *refused_values(ValueError, "max_mask_bytes must be > 0 bytes; got {got}", ("max_mask_bytes",), (0, -1)),
+    *refused_values(TypeError, "max_mask_bytes must be an int; got {type}", ("max_mask_bytes",), (1.5, True)),
+    *refused_values(ValueError, "sinks must be (num_heads,) = (4,); got {shape}", ("sinks",), (zeros(3), zeros(2, 4))),
+    ({"sinks": zeros(4, dtype=torch.int64)}, TypeError, "sinks must be floating; got torch.int64"),
+    ({"sinks": zeros(4, device="meta")}, ValueError, "sinks must be on query's device cpu; got meta"),
+    ({"sinks": [0.0] * 4}, TypeError, "sinks must be a tensor or None; got list"),
+    *(
+        ({"backend": "triton", "dense_below": n}, ValueError, 'backend="triton" needs a GPU; on a CPU use backend="auto"')
+        for n in (0, 16384)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED_BY_ATTENTION, ids=ids(REFUSED_BY_ATTENTION))
+def test_attention_refuses(changes, error, message):
+    for options in ({}, {"dense_below": 0}):
+        with pytest.raises(error, match=f"^{re.escape(message)}$"):
+            flexprefill_attention(**{**right(), **options, **changes})
+
+
+@pytest.mark.parametrize("reason", ["a CUDA device (got cpu)", "float16 or bfloat16 (got float32)"])
+def test_flash_names_every_reason_why_it_cannot_run(reason):
+    with pytest.raises(ValueError, match='^backend="flash" cannot run here: .*' + re.escape(reason)):
+        flexprefill_attention(**right(), backend="flash", dense_below=0)
+
+
+@pytest.mark.skipif(HAS_CPU_KERNEL, reason="this torch has a kernel; `make test-versions` runs one that has not")
+def test_a_cpu_is_refused_where_torch_has_no_kernel_for_it():
+    with pytest.raises(NotImplementedError, match=r"FlexAttention runs on CPUs from torch 2\.6 on; got torch .* dense_below"):
+        flexprefill_attention(**right(), dense_below=0)
+    assert flexprefill_attention(**right()).shape == (2, 4, 64, 48)

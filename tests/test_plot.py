@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexmask import flexprefill_mask
 from flexmask.plot import block_kinds, plot_attention, plot_block_mask, plot_density, plot_frontier
 
+MASS = torch.eye(2)
 HIDDEN, LEFT_OUT, PARTIAL, WHOLE = range(4)
 
 
@@ -27,7 +28,6 @@ def causal_mask(q_len, kv_len):
 
 
 def sparse_mask():
-    torch.manual_seed(0)
     query, key = torch.randn(1, 4, 512, 16), torch.randn(1, 2, 512, 16)
     return flexprefill_mask(3 * query, key, gamma=0.5, block_size=32, min_budget=0)
 
@@ -55,6 +55,8 @@ def shown(axes):
 def test_kinds_of_a_causal_mask(q_len, kv_len):
     mask = causal_mask(q_len, kv_len)
     kinds = block_kinds(mask, 1)
+    with torch.device("meta"):  # the default device changes nothing
+        assert torch.equal(block_kinds(mask, 1), kinds)
     visible = torch.arange(kv_len) <= torch.arange(kv_len - q_len, kv_len)[:, None]
     for row, rows in enumerate(visible.split(32)):
         for column, block in enumerate(rows.split(32, dim=1)):
@@ -65,25 +67,14 @@ def test_kinds_of_a_causal_mask(q_len, kv_len):
 
 
 def test_kinds_of_a_sparse_mask():
-    torch.manual_seed(0)
     query, key = torch.randn(2, 4, 320, 16), torch.randn(2, 2, 320, 16)
     mask = flexprefill_mask(3 * query, key, gamma=0.5, block_size=32, min_budget=0)
     kept = mask.to_dense().bool()
     causal = torch.ones(10, 10).tril().bool()
     for batch, head in ((0, 0), (1, 3)):
         kinds = block_kinds(mask, head, batch)
-        assert torch.equal(kinds >= PARTIAL, kept[batch, head])
-        assert torch.equal(kinds > HIDDEN, causal)
-        assert torch.equal(kinds == PARTIAL, torch.eye(10).bool())
-        assert (kinds == LEFT_OUT).any()
-
-
-def test_default_device_changes_nothing():
-    mask = causal_mask(70, 150)
-    expected = block_kinds(mask, 1)
-    with torch.device("meta"):
-        found = block_kinds(mask, 1)
-    assert torch.equal(found, expected)
+        assert torch.equal(kinds >= PARTIAL, kept[batch, head]) and torch.equal(kinds > HIDDEN, causal)
+        assert torch.equal(kinds == PARTIAL, torch.eye(10).bool()) and (kinds == LEFT_OUT).any()
 
 
 def test_kinds_without_full_blocks_and_with_leftovers_in_the_lists():
@@ -108,8 +99,7 @@ def test_block_mask_shows_its_kinds_and_both_colours(pyplot, tmp_path):
 def test_block_mask_draws_on_the_axes_it_is_given(pyplot):
     mine = pyplot.subplots()[1]
     assert plot_block_mask(causal_mask(128, 128), 1, axes=mine) is mine
-    assert mine.get_title() == "head 1, density 100.0%"
-    assert len(pyplot.get_fignums()) == 1
+    assert mine.get_title() == "head 1, density 100.0%" and len(pyplot.get_fignums()) == 1
 
 
 def test_density_is_the_mean_of_the_sparse_calls(pyplot):
@@ -158,41 +148,25 @@ def test_attention_is_drawn_whole_through_the_mask_and_left_out(pyplot):
     assert titles == ["True attention", "Kept: 73.3% of it", "Left out: 26.7% of it"]
 
 
-def heads(**arguments):
-    return lambda: plot_block_mask(causal_mask(64, 64), **arguments)
-
-
-def density(rows):
-    return lambda: plot_density(rows)
-
-
-def frontier(methods):
-    return lambda: plot_frontier(methods)
-
-
-def attention(**arguments):
-    return lambda: plot_attention(torch.eye(2), 32, **arguments)
-
-
 @pytest.mark.parametrize(
-    ("draw", "error", "message"),
+    ("draw", "given", "keywords", "error", "message"),
     [
-        (heads(head=2), ValueError, r"head must be in \[0, 2\); got 2"),
-        (heads(head=0, batch=1), ValueError, "batch must be in"),
-        (frontier([(0.1, 0.2)]), TypeError, "methods must be a dict"),
-        (frontier({}), ValueError, "at least one"),
-        (frontier({"a": []}), ValueError, r"methods\['a'\] must hold"),
-        (frontier({"a": [(0.1, 0.2, 0.3)]}), ValueError, "pairs"),
-        (density([]), ValueError, "at least one prefill call"),
-        (density({"layer": 0}), TypeError, r"must have rows\(\)"),
-        (density([{"layer": 0}]), TypeError, "dicts with layer and head"),
-        (density([{"layer": 0, "head": 0}]), ValueError, "must have density in every row; got layer, head"),
-        (attention(part="rest"), ValueError, "part must be one of all, kept, left out; got 'rest'"),
-        (attention(part="kept"), ValueError, "kept must be given"),
-        (attention(kept=torch.ones(2, 3)), ValueError, r"both be .* got \[\(2, 2\), \(2, 3\)\]"),
+        (plot_block_mask, causal_mask(64, 64), {"head": 2}, ValueError, r"head must be in \[0, 2\); got 2"),
+        (plot_block_mask, causal_mask(64, 64), {"head": 0, "batch": 1}, ValueError, "batch must be in"),
+        (plot_frontier, [(0.1, 0.2)], {}, TypeError, "methods must be a dict"),
+        (plot_frontier, {}, {}, ValueError, "at least one"),
+        (plot_frontier, {"a": []}, {}, ValueError, r"methods\['a'\] must hold"),
+        (plot_frontier, {"a": [(0.1, 0.2, 0.3)]}, {}, ValueError, "pairs"),
+        (plot_density, [], {}, ValueError, "at least one prefill call"),
+        (plot_density, {"layer": 0}, {}, TypeError, r"must have rows\(\)"),
+        (plot_density, [{"layer": 0}], {}, TypeError, "dicts with layer and head"),
+        (plot_density, [{"layer": 0, "head": 0}], {}, ValueError, "must have density in every row; got layer, head"),
+        (plot_attention, MASS, {"part": "rest"}, ValueError, "part must be one of all, kept, left out; got 'rest'"),
+        (plot_attention, MASS, {"part": "kept"}, ValueError, "kept must be given"),
+        (plot_attention, MASS, {"kept": torch.ones(2, 3)}, ValueError, r"both be .* got \[\(2, 2\), \(2, 3\)\]"),
     ],
 )
-def test_wrong_arguments_are_refused(pyplot, draw, error, message):
+def test_wrong_arguments_are_refused(pyplot, draw, given, keywords, error, message):
     with pytest.raises(error, match=message):
-        draw()
+        draw(given, **keywords, **({"block_size": 32} if draw is plot_attention else {}))
     assert not pyplot.get_fignums()

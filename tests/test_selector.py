@@ -119,10 +119,8 @@ def test_numbers_by_head_are_copied_and_compared_with_the_heads():
         selector.for_inputs(attention_inputs(query, key))
     of_two = selector.for_inputs(attention_inputs(query[:, :2], key))
     assert of_two.keeps_all == [False, False]
-    assert selector_of("hybrid", 128, {"gamma": (0.5, 1)}).for_inputs(attention_inputs(query[:, :2], key)).keeps_all == [
-        False,
-        True,
-    ]
+    with_one = selector_of("hybrid", 128, {"gamma": (0.5, 1)})
+    assert with_one.for_inputs(attention_inputs(query[:, :2], key)).keeps_all == [False, True]
 
 
 def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():

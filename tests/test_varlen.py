@@ -1,27 +1,25 @@
-"""sparse_attention_varlen: each packed sequence gets what it gets alone."""
+"""sparse_attention_varlen: each packed sequence gets what it gets alone; wrong bounds and arguments are refused by name."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from flexmask import sparse_attention_varlen
 from tests.attention_calls import SINKS, flexprefill_attention_varlen
 from tests.comparisons import assert_same_stats
 from tests.compile_support import counting as counting
 from tests.packs import K_LENS, LONG, Q_LENS, SPARSE, alone, assert_close, one_call, pack
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "window": {"window": 200, "gamma": 0.2},
-    "softcap and scale": {"softcap": 3.0, "scale": 0.3},
-    "sinks": {"sinks": SINKS},
-    "everything": {"window": 220, "gamma": 0.2, "softcap": 3.0, "scale": 0.3, "sinks": SINKS},
-    "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]},
-    "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
+    "plain": {}, "window": {"window": 200, "gamma": 0.2}, "softcap and scale": {"softcap": 3.0, "scale": 0.3},
+    "sinks": {"sinks": SINKS}, "everything": {"window": 220, "gamma": 0.2, "softcap": 3.0, "scale": 0.3, "sinks": SINKS},
+    "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]}, "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
     "hybrid": {"method": "hybrid", "gamma": 0.3},
-}
+}  # fmt: skip
 # hybrid has no tau
 OPTIONS = {name: {k: v for k, v in {**SPARSE, **own}.items() if name != "hybrid" or k != "tau"} for name, own in VARIANTS.items()}
 # those that compile nothing of their own
@@ -76,8 +74,7 @@ def test_nan_stays_in_its_sequence(spoiled, in_one_call):
             )
     own = torch.zeros(len(before), dtype=torch.bool)
     own[q_bounds[spoiled] : q_bounds[spoiled + 1]] = True
-    assert torch.equal(after[~own], before[~own])
-    assert after[own].isnan().any()
+    assert torch.equal(after[~own], before[~own]) and after[own].isnan().any()
 
 
 @pytest.mark.gpu
@@ -159,3 +156,85 @@ def test_inside_a_compilation_bounds_are_ints(form):
         told = "must be a list or tuple of ints inside torch.compile"
         with pytest.raises(Exception, match=rf"{told}|ExceptionVariable\(<class 'TypeError'>\)"):
             attend(*given)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(
+    "scores",
+    [{}, pytest.param({"window": 270, "softcap": 3.0, "sinks": SINKS}, marks=pytest.mark.slow)],
+    ids=["plain", "everything"],
+)
+def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
+    scores = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in scores.items()}
+    inputs, q_bounds, k_bounds = pack()
+    inputs = [x.to(device) for x in inputs]
+    with torch.no_grad():
+        expected = [x for x in alone(inputs, q_bounds, k_bounds, **scores, dense_below=10**6) if x is not None]
+        out = one_call(inputs, q_bounds, k_bounds, **scores)
+    assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
+
+
+META = torch.tensor([0, 30, 60]).to("meta")
+BOUNDS_REFUSED: list[tuple[Any, type[Exception], str]] = [
+    ([1, 30, 50], ValueError, r"cu_seqlens_q must begin at 0; got 1"),
+    ([0, 30, 49], ValueError, r"cu_seqlens_q must end at total_q = 50; got 49"),
+    ([0, 50, 30, 50], ValueError, r"cu_seqlens_q must not decrease; got 50, then 30 for sequence 1"),
+    ([50], ValueError, r"cu_seqlens_q must hold at least two bounds"),
+    ([0, 10, 30, 50], ValueError, r"cu_seqlens_k must have as many entries as cu_seqlens_q, 4; got 3"),
+    ([0, 31, 50], ValueError, r"cu_seqlens_q must give .* sequence 0 has 31 rows and 30 keys"),
+    ([0.0, 30.0, 50.0], TypeError, r"cu_seqlens_q\[0\] must be an int; got float"),
+    (torch.tensor([False, True]), TypeError, r"cu_seqlens_q must be integer; got torch.bool"),
+    (torch.tensor([0.0, 30.0, 50.0]), TypeError, r"cu_seqlens_q must be integer; got torch.float32"),
+    (torch.tensor([[0, 30, 50]]), ValueError, r"cu_seqlens_q must be \(num_sequences \+ 1,\); got shape \(1, 3\)"),
+    ("0", TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got str"),
+    (META, ValueError, r"cu_seqlens_q must hold values; got a tensor on the meta device"),
+    (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
+]
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(({"cu_seqlens_q": bounds}, error, message) for bounds, error, message in BOUNDS_REFUSED),
+    *(
+        (
+            {"cu_seqlens_q": q, "cu_seqlens_k": META},
+            ValueError,
+            "cu_seqlens_k must hold values; got a tensor on the meta device",
+        )
+        for q in ([0, 30, 50], torch.tensor([0, 30, 50]))
+    ),
+    ({"query": torch.randn(1, 50, 4, 16)}, ValueError, r"query must be \(total_q, num_heads, head_dim\); got shape"),
+    ({"key": [1]}, TypeError, r"key must be a tensor \(total_k"),
+    ({"value": torch.randn(50, 2, 16)}, ValueError, r"value must have key's total_k and num_kv_heads \(60, 2\); got \(50, 2\)"),
+    ({"key": torch.randn(60, 2, 16).half()}, TypeError, r"key must have query's dtype"),
+    ({"max_seqlen_q": 29}, ValueError, r"max_seqlen_q must be at least the longest sequence, 30 tokens; got 29"),
+    ({"max_seqlen_k": 29}, ValueError, r"max_seqlen_k must be at least the longest sequence, 30 tokens; got 29"),
+    ({"max_seqlen_k": torch.tensor(30)}, TypeError, r"max_seqlen_k must be an int; got Tensor"),
+    ({"attention_mask": torch.ones(60)}, TypeError, r"attention_mask"),
+    ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(num_heads,\) = \(4,\)"),
+    ({"backend": "triton"}, ValueError, r'backend="triton" needs a GPU'),
+    ({"method": "published", "block_size": 16}, ValueError, r"method 'published' needs a whole prompt"),
+    ({"method": "hybrid", "tau": 0.1}, TypeError, r"method 'hybrid' takes the options .*; got 'tau'"),
+]
+
+
+def right() -> dict[str, Any]:
+    key = torch.randn(60, 2, 16)
+    return {"query": torch.randn(50, 4, 16), "key": key, "value": key, "cu_seqlens_q": [0, 30, 50], "cu_seqlens_k": [0, 30, 60]}
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
+def test_wrong_arguments_are_refused_by_name(changes, error, message):
+    with pytest.raises(error, match=message):
+        sparse_attention_varlen(**{**right(), **changes})
+
+
+@pytest.mark.parametrize("keys", [0, 60])
+def test_a_pack_without_rows_is_refused(keys):
+    query, key = torch.randn(0, 4, 16), torch.randn(keys, 2, 16)
+    with pytest.raises(ValueError, match=r"^query must not be empty; got shape \(0, 4, 16\)$"):
+        sparse_attention_varlen(query, key, key, [0, 0], [0, keys])
+
+
+@pytest.mark.parametrize("most", [30, 31, 60, 10**6, 2**70])
+def test_longest_sequences_are_upper_bounds(most):
+    given = right()
+    out = sparse_attention_varlen(**given, max_seqlen_q=most, max_seqlen_k=most)
+    assert torch.equal(out, sparse_attention_varlen(**given))

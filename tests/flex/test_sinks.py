@@ -71,23 +71,7 @@ def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
     out = flexprefill_attention(*tensors, **it.case.config.call, sinks=sinks, dense_below=1000, **it.case.keywords())
     (out * weights).sum().backward()
     torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
-    assert sinks.grad.abs().min() > 1e-3
-    assert all((x.grad is not None) == others_too for x in tensors)
-
-
-@pytest.mark.parametrize(
-    ("sinks", "error"),
-    [
-        (torch.zeros(3), ValueError),
-        (torch.zeros(2, 4), ValueError),
-        (torch.zeros(4, dtype=torch.int64), TypeError),
-        (torch.zeros(4, device="meta"), ValueError),
-        ([0.0] * 4, TypeError),
-    ],
-)
-def test_refuses_sinks_that_are_not_one_a_head(sinks, error):
-    with pytest.raises(error, match="sinks must be"):
-        call().attend(sinks=sinks)
+    assert sinks.grad.abs().min() > 1e-3 and all((x.grad is not None) == others_too for x in tensors)
 
 
 @pytest.mark.attention
