@@ -38,20 +38,9 @@ class Call:
 
 
 def call(
-    q_len=300,
-    kv_len=None,
-    heads=(4, 2),
-    head_dims=(32, 32),
-    block_size=16,
-    dtype=torch.float32,
-    batch=1,
-    attention_mask=None,
-    q_offset=None,
-    scores=None,
-    seed=0,
-    sharpness=1.0,
-    **options,
-):
+    q_len=300, kv_len=None, heads=(4, 2), head_dims=(32, 32), block_size=16, dtype=torch.float32, batch=1, attention_mask=None,
+    q_offset=None, scores=None, seed=0, sharpness=1.0, **options,
+):  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     kv_len = kv_len or q_len
     query, key = structured_inputs(generator, batch, *heads, q_len, kv_len, head_dims[0], sharpness)
@@ -64,13 +53,11 @@ def call(
 def padding(kv_len, *kinds):
     """One row per kind: ("left", 30), ("right", 30), ("holes", 7) or ("all", 0)."""
     slot = torch.arange(kv_len)
-    rows = {
-        "left": lambda n: slot >= n,
-        "right": lambda n: slot < kv_len - n,
-        "holes": lambda n: slot % n != 3,
-        "all": lambda n: slot < 0,
-    }
-    return torch.stack([rows[kind](n) for kind, n in kinds]).long()
+
+    def row(kind, n):
+        return {"left": slot >= n, "right": slot < kv_len - n, "holes": slot % max(n, 1) != 3, "all": slot < 0}[kind]
+
+    return torch.stack([row(*kind) for kind in kinds]).long()
 
 
 VARIANTS = {
@@ -85,24 +72,15 @@ VARIANTS = {
     "softcap": {"scores": {"softcap": 3.0}},
     "scale": {"scores": {"scale": 0.4}, "query_aware": "per_query", "tau": 0.5},
     "everything": {
-        "q_len": 170,
-        "kv_len": 280,
-        "batch": 3,
-        "attention_mask": padding(280, ("holes", 7), ("all", 0), ("right", 100)),
-        "q_offset": torch.tensor([100, 7, 0]),
-        "scores": {"window": 120, "softcap": 5.0, "scale": 0.3},
-        "min_budget": 16,
+        "q_len": 170, "kv_len": 280, "batch": 3, "attention_mask": padding(280, ("holes", 7), ("all", 0), ("right", 100)),
+        "q_offset": torch.tensor([100, 7, 0]), "scores": {"window": 120, "softcap": 5.0, "scale": 0.3}, "min_budget": 16,
     },
     "bfloat16": {"dtype": torch.bfloat16, "q_len": 640, "head_dims": (128, 128), "block_size": 64},
     "bfloat16, padded chunk": {
-        "dtype": torch.bfloat16,
-        "q_len": 200,
-        "kv_len": 520,
-        "block_size": 32,
-        "attention_mask": padding(520, ("left", 90)),
+        "dtype": torch.bfloat16, "q_len": 200, "kv_len": 520, "block_size": 32, "attention_mask": padding(520, ("left", 90)),
     },
     "float16": {"dtype": torch.float16, "q_len": 2000, "gamma": 0.3, "block_size": 256, "heads": (2, 1), "head_dims": (80, 80)},
-}
+}  # fmt: skip
 
 # parts of "everything"
 ALONE = {"window", "softcap", "scale"}
@@ -125,8 +103,7 @@ def check(call, device="cpu", **keywords):
     out, stats = call.attend(device, return_stats=True, **keywords)
     keep = call.case.to(device).search().keep
     query, value = call.case.query, call.value
-    assert out.dtype == query.dtype
-    assert out.shape == (*query.shape[:3], value.shape[3])
+    assert out.dtype == query.dtype and out.shape == (*query.shape[:3], value.shape[3])
     assert stats.dense is False
     assert_same_attention(out, call.under(keep)[0])
     assert (stats.density < 1).any()

@@ -1,13 +1,19 @@
-"""sparse_attention against dense attention under the expanded mask, through the compiled kernel."""
+"""sparse_attention against dense attention under its mask, through the compiled kernel; every method."""
 
+import functools
 import sys
 
 import pytest
 import torch
 
-from flexmask import sparse_attention
+from flexmask import METHODS, sparse_attention
+from flexmask.attention import RECOMMENDED
+from flexmask.block_masks import causal_mask
 from flexmask.flex.backend import flash_installed
 from tests.attention_calls import SINKS, VARIANTS, call, check, marked
+from tests.block_masks.gallery import MASKS, SPARSE
+from tests.comparisons import assert_same_attention
+from tests.compile_support import dense_under, forgotten
 
 
 @pytest.mark.attention
@@ -33,9 +39,6 @@ def test_nan_in_one_head_stays_there():
     spoiled = call()
     spoiled.case.key[0, 1, 200] = float("inf")
     assert torch.equal(spoiled.attend()[:, :2], before[:, :2])
-
-
-# What a CPU does not have
 
 
 def test_log_sum_exp_is_refused_on_cpus():
@@ -68,3 +71,35 @@ def test_flash_attention_2_is_not_taken_for_4(tmp_path, monkeypatch, name):
     monkeypatch.delitem(sys.modules, "flash_attn")
     monkeypatch.syspath_prepend(tmp_path)
     assert flash_installed() == (name == "block_sparsity.py")
+
+
+QUERY, KEY, VALUE = (torch.randn(2, heads, 100, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+TOKENS = torch.arange(100)[None] >= torch.tensor([[0], [23]])
+SHARED = {"block_size": 16, "attention_mask": TOKENS, "window": 90}
+
+
+def causal_by_another_name(*inputs, **options):
+    return causal_mask(*inputs, **options)
+
+
+@pytest.mark.attention
+def test_methods_attend_to_their_own_blocks():
+    # one test: the kernel is compiled once
+    with forgotten():
+        for name in ("streaming_llm", "oracle", functools.partial(MASKS["xattention"], stride=2), causal_by_another_name):
+            known = isinstance(name, str)
+            options = SPARSE[name] if known else {}
+            generate = MASKS[name] if known else name
+            out = sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, **SHARED, **options)
+            mask = generate(QUERY, KEY, **SHARED, **options)
+            assert_same_attention(out, dense_under(mask, QUERY.double(), KEY.double(), VALUE.double()))
+            dense = sparse_attention(QUERY, KEY, VALUE, name, **SHARED, **options)
+            assert not known or (out - dense).abs().max() > 1e-3
+
+
+def test_the_recommended_method_is_the_default(without_kernel):
+    options = {"block_size": 16, "dense_below": 0, "return_stats": True}
+    _, default = sparse_attention(QUERY, KEY, VALUE, **options)
+    _, named = sparse_attention(QUERY, KEY, VALUE, RECOMMENDED, **options)
+    assert RECOMMENDED == "hybrid" in METHODS and torch.equal(default.density, named.density)
+    assert not default.row_coverage.isnan().any()

@@ -1,75 +1,51 @@
-"""sparse_attention on a GPU, with log-sum-exp and gradients."""
+"""sparse_attention on a GPU, with log-sum-exp and gradients, and captured in a CUDA graph."""
 
 import pytest
 import torch
 
-from flexmask import sparse_attention
+from flexmask import flexprefill_mask, sparse_attention
 from flexmask.compilation import _compile
 from flexmask.flex.backend import flash_available
-from tests.attention_calls import call, check, padding
+from tests.attention_calls import call, check, flexprefill_attention, padding
+from tests.cases import structured_inputs
 from tests.comparisons import assert_same_attention
+from tests.compile_support import assert_same_lists
 from tests.expected import expanded, masked_attention
 
+pytestmark = [pytest.mark.attention, pytest.mark.gpu]
+
+PADDED = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
+PADDED_WINDOW = {**PADDED, "q_len": 1500, "block_size": 128, "dtype": torch.float16, "scores": {"window": 800}}
+_HALF = {"block_size": 128, "dtype": torch.bfloat16, "heads": (8, 2)}
 _WIDE = {"q_len": 1500, "block_size": 128, "dtype": torch.bfloat16, "heads": (4, 2)}
 GPU_VARIANTS = {
     "float32": {"q_len": 700, "block_size": 64, "head_dims": (64, 64)},
     "float32, small blocks": {"q_len": 333, "block_size": 16},
     "odd blocks, chunk": {"q_len": 300, "kv_len": 500, "block_size": 48, "scores": {"softcap": 5.0}},
-    "bfloat16": {"q_len": 2048, "block_size": 128, "head_dims": (128, 128), "dtype": torch.bfloat16, "heads": (8, 2)},
-    "bfloat16, ragged chunk": {
-        "q_len": 900,
-        "kv_len": 2500,
-        "block_size": 128,
-        "head_dims": (64, 64),
-        "dtype": torch.bfloat16,
-        "heads": (8, 2),
-    },
-    "float16, padded, window": {
-        "q_len": 1500,
-        "block_size": 128,
-        "head_dims": (64, 64),
-        "dtype": torch.float16,
-        "batch": 2,
-        "attention_mask": padding(1500, ("left", 300), ("right", 100)),
-        "scores": {"window": 800},
-    },
+    "bfloat16": {**_HALF, "q_len": 2048, "head_dims": (128, 128)},
+    "bfloat16, ragged chunk": {**_HALF, "q_len": 900, "kv_len": 2500, "head_dims": (64, 64)},
+    "float16, padded, window": {**PADDED_WINDOW, "head_dims": (64, 64)},
     # tiles of our own
-    **{
-        f"bfloat16, {sizes}": {**_WIDE, "head_dims": sizes}
-        for sizes in ((96, 96), (192, 128), (160, 160), (256, 256), (512, 512))
-    },
+    **{f"bfloat16, {d}": {**_WIDE, "head_dims": d} for d in ((96, 96), (192, 128), (160, 160), (256, 256), (512, 512))},
     "bfloat16, 256, soft cap": {**_WIDE, "head_dims": (256, 256), "scores": {"softcap": 5.0}},
-    "float16, 256, padded, window": {
-        **_WIDE,
-        "head_dims": (256, 256),
-        "dtype": torch.float16,
-        "batch": 2,
-        "attention_mask": padding(1500, ("left", 300), ("right", 100)),
-        "scores": {"window": 800},
-    },
+    "float16, 256, padded, window": {**PADDED_WINDOW, "head_dims": (256, 256)},
     "float32, 512": {"q_len": 700, "block_size": 64, "head_dims": (512, 512)},
     "float16, 512, blocks of 64": {"q_len": 700, "block_size": 64, "head_dims": (512, 512), "dtype": torch.float16},
 }
 FLASH = pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed"))
 
 
-@pytest.mark.attention
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_VARIANTS)
 def test_is_dense_attention_under_the_mask_on_cuda(cuda, name):
     check(call(**GPU_VARIANTS[name]), cuda, backend="triton")
 
 
-@pytest.mark.attention
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bfloat16", "bfloat16, ragged chunk", "float16, padded, window"])
 @pytest.mark.parametrize("backend", [FLASH])
 def test_flash_is_dense_attention_under_the_mask(cuda, name, backend):
     check(call(**GPU_VARIANTS[name]), cuda, backend=backend)
 
 
-@pytest.mark.attention
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("backend", "block_size"), [*(("triton", size) for size in (128, 64, 48)), pytest.param("flash", 128, marks=FLASH.marks)]
 )
@@ -80,16 +56,12 @@ def test_serves_window_after_window_in_one_process(cuda, backend, block_size):
         scores = {} if window is None else {"window": window}
         check(call(q_len=1500, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
         check(call(q_len=900, kv_len=2400, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
-        padded = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
-        check(call(q_len=1500, block_size=block_size, scores=scores, **padded, **tensors), cuda, backend=backend)
+        check(call(q_len=1500, block_size=block_size, scores=scores, **PADDED, **tensors), cuda, backend=backend)
 
 
-@pytest.mark.attention
-@pytest.mark.gpu
 def test_a_cached_graph_serves_its_own_block_size(cuda):
     """Calls in another order leave graphs in the cache on disk; with symbolic block sizes (torch 2.11) a wrong one could run."""
-    padded = {"batch": 2, "attention_mask": padding(1500, ("left", 300), ("right", 100))}
-    given = {"q_len": 1500, "head_dims": (64, 64), "dtype": torch.bfloat16, "gamma": 0.3, "scores": {"window": 500}, **padded}
+    given = {"q_len": 1500, "head_dims": (64, 64), "dtype": torch.bfloat16, "gamma": 0.3, "scores": {"window": 500}, **PADDED}
     for sizes in ((128, 64, 48), (128, 48, 64)):
         torch.compiler.reset()
         _compile.cache_clear()
@@ -97,8 +69,6 @@ def test_a_cached_graph_serves_its_own_block_size(cuda):
             check(call(block_size=block_size, **given), cuda, backend="triton")
 
 
-@pytest.mark.attention
-@pytest.mark.gpu
 def test_log_sum_exp_is_that_of_kept_scores(cuda):
     it = call(q_len=700, block_size=64, head_dims=(64, 64), batch=2, attention_mask=padding(700, ("left", 100), ("left", 0)))
     out, lse = it.attend(cuda, return_lse=True, backend="triton")
@@ -109,8 +79,6 @@ def test_log_sum_exp_is_that_of_kept_scores(cuda):
     assert (lse[0, :, :100] == float("-inf")).all()
 
 
-@pytest.mark.attention
-@pytest.mark.gpu
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
     attention_mask = padding(600, ("left", 90)) if padded else None
@@ -127,3 +95,46 @@ def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
     assert_same_attention(out.detach(), expected.detach())
     for got, wanted in zip(tensors, exact, strict=True):
         torch.testing.assert_close(got.grad.cpu().double(), wanted.grad, atol=1e-4, rtol=1e-3)
+
+
+OPTIONS = {"gamma": 0.8, "tau": 0.2, "block_size": 64, "min_budget": 64}
+
+
+def tensors(seed, device):
+    query, key = structured_inputs(torch.Generator().manual_seed(seed), 1, 8, 2, 1000, 1000, 64, 5.0)
+    value = torch.randn(1, 2, 1000, 64, generator=torch.Generator().manual_seed(seed))
+    return [x.to(device, torch.bfloat16) for x in (query, key, value)]
+
+
+def captured(function):
+    """The graph of a call and its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+def test_replays_on_new_inputs(cuda):
+    query, key, value = tensors(0, cuda)
+    graph, out = captured(lambda: flexprefill_attention(query, key, value, dense_below=0, backend="triton", **OPTIONS))
+    lists_graph, mask = captured(lambda: flexprefill_mask(query, key, **OPTIONS))
+    kept = set()
+    for seed in (1, 2, 3):
+        fresh = tensors(seed, cuda)
+        for old, new in zip((query, key, value), fresh, strict=True):
+            old.copy_(new)
+        graph.replay()
+        lists_graph.replay()
+        with torch.no_grad():
+            expected = flexprefill_attention(*fresh, dense_below=0, backend="triton", **OPTIONS)
+            plain = flexprefill_mask(*fresh[:2], **OPTIONS)
+        assert torch.equal(out, expected)
+        assert_same_lists(mask, plain)
+        kept.add(int(plain.full_kv_num_blocks.sum()))
+    assert len(kept) > 1, "the masks were all alike"
