@@ -25,21 +25,13 @@ def every_pair(b, h, q_idx, kv_idx):
     return kv_idx >= 0
 
 
-def counts(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
-    return torch.ones(shape, dtype=dtype, device=device)
+def counts(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.int32)
 
 
-def made_of(
-    kv_num_blocks: Tensor,
-    kv_indices: Tensor,
-    *full: Tensor,
-    size: Any = BLOCK,
-    lengths: tuple[int, int] = (LENGTH, LENGTH),
-    mod: Any = None,
-) -> BlockMask:
+def made_of(kv_num_blocks, kv_indices, *full, size=BLOCK, lengths=(LENGTH, LENGTH), mod=every_pair):
     """A BlockMask of lists, whatever they hold."""
-    lists: Any = (kv_num_blocks, kv_indices, *(full or (None, None)))
-    return block_mask_from_lists(lists, mod or every_pair, size, lengths)
+    return block_mask_from_lists((kv_num_blocks, kv_indices, *(full or (None, None))), mod, size, lengths)
 
 
 def attend(mask: object, method: Any = None, **options: Any) -> Any:
@@ -52,9 +44,8 @@ def attend(mask: object, method: Any = None, **options: Any) -> Any:
         return sparse_attention(QUERY, KEY, VALUE, method or my_method, block_size=BLOCK, dense_below=0, **options)
 
 
-# What cannot be this call's mask
-
 COUNTS, INDICES = counts(1, 1, BLOCKS), torch.arange(BLOCKS, dtype=torch.int32).expand(1, 1, BLOCKS, BLOCKS).contiguous()
+FEWER = INDICES[:, :, :6]
 
 
 def of_heads(batch: int, heads: int) -> BlockMask:
@@ -67,58 +58,42 @@ def with_mask_mod(mask_mod: Any) -> BlockMask:
     return mask
 
 
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "None": (lambda: None, TypeError, "a BlockMask; got NoneType"),
-    "tuple": (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
-    "3 heads of 4": (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
-    "indices of other rows": (
-        lambda: made_of(COUNTS, INDICES[:, :, :6]),
-        ValueError,
-        "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)",
-    ),
-    "full lists of other heads": (
-        lambda: made_of(COUNTS, INDICES, counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1)),
-        ValueError,
-        "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)",
-    ),
-    "floats": (lambda: made_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
-    "other blocks": (
-        lambda: made_of(COUNTS, INDICES, size=32),
-        ValueError,
-        "in blocks of 16 tokens, as it is told to; got (32, 32)",
-    ),
-    "no mask_mod": (lambda: with_mask_mod(None), TypeError, "a mask with a mask_mod that can be called; got NoneType"),
-    "meta": (lambda: made_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
-}
+def odd_full_lists() -> BlockMask:
+    return made_of(COUNTS, INDICES, counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1))
+
+
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (lambda: None, TypeError, "a BlockMask; got NoneType"),
+    (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
+    (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
+    (lambda: made_of(COUNTS, FEWER), ValueError, "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)"),
+    (odd_full_lists, ValueError, "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)"),
+    (lambda: made_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
+    (lambda: made_of(COUNTS, INDICES, size=32), ValueError, "in blocks of 16 tokens, as it is told to; got (32, 32)"),
+    (lambda: with_mask_mod(None), TypeError, "a mask with a mask_mod that can be called; got NoneType"),
+    (lambda: made_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
+]
 if SLICED_MASK_MOD is not None:
-    REFUSED["sliced"] = (
-        lambda: of_heads(1, 4)[:, :1],
-        ValueError,
-        "a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod",
-    )
+    said = "a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod"
+    REFUSED.append((lambda: of_heads(1, 4)[:, :1], ValueError, said))
 if KNOWS_LENGTHS:
-    REFUSED["other lengths"] = (
-        lambda: made_of(COUNTS, INDICES, lengths=(LENGTH, 112)),
-        ValueError,
-        "a mask of (q_len, kv_len) = (100, 100); got (100, 112)",
-    )
+    said = "a mask of (q_len, kv_len) = (100, 100); got (100, 112)"
+    REFUSED.append((lambda: made_of(COUNTS, INDICES, lengths=(LENGTH, 112)), ValueError, said))
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("name", REFUSED)
-def test_mask_that_is_not_this_calls_is_refused_by_the_methods_name(name):
-    make, error, message = REFUSED[name]
+@pytest.mark.parametrize(("make", "error", "message"), REFUSED)
+def test_mask_that_is_not_this_calls_is_refused_by_the_methods_name(make, error, message):
     with pytest.raises(error, match=rf"^method my_method must give .*{re.escape(message)}$"):
         attend(make())
 
 
-class Generator:
-    def __call__(self, query, key, **given):
-        return None
-
-
 @pytest.mark.attention
 def test_any_callable_has_a_name_in_the_message():
+    class Generator:
+        def __call__(self, query, key, **given):
+            return None
+
     def gives_nothing(query, key, number=1, **given):
         return None
 
@@ -127,9 +102,9 @@ def test_any_callable_has_a_name_in_the_message():
             attend(None, method)
 
 
-# Lists that differ from those of create_block_mask
-
+NOTHING = torch.zeros(2, 4, BLOCKS, BLOCKS, dtype=torch.bool)
 KEEP = torch.rand(2, 4, BLOCKS, BLOCKS, generator=torch.Generator().manual_seed(5)) < 0.5
+SOME = KEEP & (torch.arange(BLOCKS) % 2 == 0)
 
 
 def lists_of(keep: Tensor, dtype: torch.dtype = torch.int32, beyond: int = 0) -> tuple[Tensor, Tensor]:
@@ -139,34 +114,23 @@ def lists_of(keep: Tensor, dtype: torch.dtype = torch.int32, beyond: int = 0) ->
     return number.to(dtype), torch.where(torch.arange(keep.shape[-1]) < number[..., None], order, beyond).to(dtype)
 
 
-NOTHING = torch.zeros_like(KEEP)
-SOME = KEEP & (torch.arange(BLOCKS) % 2 == 0)
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT
-
-
 def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
     """Lists of a mask and the blocks that it keeps, by name."""
     number, indices = lists_of(KEEP)
     nothing = lists_of(NOTHING)
     narrow = KEEP & (KEEP.cumsum(-1) <= 3)
     return {
-        "partial": ((number, indices), KEEP),
-        "full": ((*nothing, number, indices), KEEP),
+        "partial": ((number, indices), KEEP), "full": ((*nothing, number, indices), KEEP),
         "both": ((*lists_of(KEEP & ~SOME), *lists_of(SOME)), KEEP),
         "every block full": ((*nothing, *lists_of(~NOTHING)), ~NOTHING),
         "a block in both lists": ((number, indices, *lists_of(SOME)), KEEP),
         "a block twice in a list": ((number + (number > 0), torch.cat([indices[..., :1], indices], -1)), KEEP),
-        "transposed": ((transposed(number), transposed(indices)), KEEP),
+        "transposed": (tuple(x.mT.contiguous().mT for x in (number, indices)), KEEP),
         "narrow": ((lists_of(narrow)[0], lists_of(narrow)[1][..., :3]), narrow),
-        "descending": ((number, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP),
-        "int64": (lists_of(KEEP, torch.int64), KEEP),
-        "large numbers past the count": (lists_of(KEEP, beyond=10**6), KEEP),
-        "one head": (lists_of(KEEP[:, :1]), KEEP[:, :1]),
+        "descending": ((number, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP), "int64": (lists_of(KEEP, torch.int64), KEEP),
+        "large numbers past the count": (lists_of(KEEP, beyond=10**6), KEEP), "one head": (lists_of(KEEP[:, :1]), KEEP[:, :1]),
         "expanded": (tuple(x.expand(2, 4, *x.shape[2:]) for x in lists_of(KEEP[:1, :1])), KEEP[:1, :1]),
-    }
+    }  # fmt: skip
 
 
 def expected(pairs: Tensor) -> Tensor:
@@ -191,12 +155,8 @@ def test_lists_of_any_layout_keep_their_blocks_and_nothing_hidden(name):
 
 @pytest.mark.attention
 def test_mask_mod_holds_within_its_blocks():
-    def uneven(b, h, q_idx, kv_idx):
-        return (kv_idx + h) % 3 != 0
-
-    index = torch.arange(LENGTH)
-    own = ((index + torch.arange(4)[:, None]) % 3 != 0)[None, :, None]
-    out = attend(made_of(*lists_of(KEEP), mod=uneven), **PADDED)
+    own = ((torch.arange(LENGTH) + torch.arange(4)[:, None]) % 3 != 0)[None, :, None]
+    out = attend(made_of(*lists_of(KEEP), mod=lambda b, h, q_idx, kv_idx: (kv_idx + h) % 3 != 0), **PADDED)
     assert_same_attention(out, expected(pairs_of(KEEP) & own))
 
 
@@ -237,16 +197,12 @@ def test_rows_of_a_chunk_see_no_later_key():
 def test_one_mask_for_all_heads_serves_groups_of_heads():
     def of_one_head(query, key, **given):
         heads.append(tuple(query.shape[:2]))
-        keep = KEEP[:1, :1]
-        return made_of(*lists_of(keep))
+        return made_of(*lists_of(KEEP[:1, :1]))
 
     heads = []
     out = attend(None, of_one_head, **PADDED, max_mask_bytes=1)
     assert heads == [(1, 1)] * 8
     assert_same_attention(out, expected(pairs_of(KEEP[:1, :1])))
-
-
-# Python values that a mask_mod captures
 
 
 class Near:
@@ -293,14 +249,12 @@ def test_a_captured_number_may_change_with_the_length(make, kind):
 
 
 @pytest.mark.attention
-def test_captured_numbers_have_no_limit_of_recompilations():
+@pytest.mark.parametrize(
+    ("reaches", "lengths"),
+    [((41, 42.5, 43), (LENGTH,) * 3), ((33,) * 3, (60, 75, 90))],  # which no other test captures
+    ids=["others", "one at other lengths"],
+)
+def test_captured_numbers_have_no_limit_of_recompilations(reaches, lengths):
     with recompilations(2):
-        for reach in (41, 42.5, 43):  # which no other test captures
-            attend_near(in_closure, reach)
-
-
-@pytest.mark.attention
-def test_a_captured_number_that_stays_costs_no_compilation_per_length():
-    with recompilations(2):
-        for length in (60, 75, 90):
-            attend_near(in_closure, 33, length)
+        for reach, length in zip(reaches, lengths, strict=True):
+            attend_near(in_closure, reach, length)

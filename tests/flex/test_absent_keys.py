@@ -16,12 +16,14 @@ PROBLEMS = {
 }
 BEFORE_THE_KERNEL = ["behind a chunk", "behind a chunk, one row", "padding"]
 SCORES = {
-    "SDPA": {},
-    "window": {"window": 50},
-    "softcap": {"softcap": 3.0},
-    "sinks": {"sinks": SINKS},
+    "SDPA": {}, "window": {"window": 50}, "softcap": {"softcap": 3.0}, "sinks": {"sinks": SINKS},
     "log-sum-exp": {"return_lse": True},
-}
+}  # fmt: skip
+SPARSE = [
+    pytest.param(name, scores, marks=pytest.mark.slow if scores and name != "padding" else [], id=f"{kind}-{name}")
+    for kind, scores in (("plain", {}), ("sinks", {"sinks": SINKS}))
+    for name in BEFORE_THE_KERNEL
+]
 
 
 def spoiled(it):
@@ -53,16 +55,7 @@ def test_dense_attention_does_not_see_them(problem, scores):
 
 @pytest.mark.attention
 @CPP_ERROR
-@pytest.mark.parametrize(
-    ("name", "scores"),
-    [
-        *(pytest.param(name, {}, id=f"plain-{name}") for name in BEFORE_THE_KERNEL),
-        *(
-            pytest.param(name, {"sinks": SINKS}, id=f"sinks-{name}", marks=pytest.mark.slow if name != "padding" else [])
-            for name in BEFORE_THE_KERNEL
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "scores"), SPARSE)
 def test_sparse_attention_does_not_see_them(name, scores):
     it = call(**PROBLEMS[name])
     key, value, _ = spoiled(it)

@@ -17,41 +17,28 @@ WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0
 NO_LSE = Verdict(lse_reason="its check here found the log-sum-exp off by 1.5 (0.001 is allowed)")
 
 
+CALL = {"block_size": 128, "return_lse": False, "is_dense": False, "shared": False}
+
+
 @pytest.fixture
 def chosen(monkeypatch):
     """The choice on a GPU of some capability, with flash-attn-4 installed and a verdict on it."""
 
-    def choose(
-        name,
-        capability=9,
-        block_size=128,
-        head_dim=128,
-        dtype=torch.bfloat16,
-        *,
-        v_head_dim=None,
-        kv_len=256,
-        has_sinks=False,
-        padded=False,
-        verdict=RIGHT,
-        return_lse=False,
-        is_dense=False,
-        shared=False,
-        **fields,
-    ):
+    def choose(name, capability=9, *, head_dim=128, v_head_dim=None, kv_len=256, dtype=torch.bfloat16, verdict=RIGHT, **given):
         cuda = {"get_device_capability": lambda device=None: (capability, 0), "is_available": lambda: True}
         for module, attribute, value in (*((torch.cuda, *each) for each in cuda.items()), (backend, "_HAS_FLASH", True)):
             monkeypatch.setattr(module, attribute, value)
         choose.asked = []
+        call = {name: given.pop(name, default) for name, default in CALL.items()}
         with FakeTensorMode():
-            query = torch.empty(1, 2, 256, head_dim, dtype=dtype, device="cuda")
-            key = torch.empty(1, 2, kv_len, head_dim, dtype=dtype, device="cuda")
-            value = torch.empty(1, 2, kv_len, v_head_dim or head_dim, dtype=dtype, device="cuda")
-            fields |= {"sinks": torch.empty(2, device="cuda")} if has_sinks else {}
-            fields |= {"attention_mask": torch.empty(1, kv_len, dtype=torch.bool, device="cuda")} if padded else {}
-        inputs = AttentionInputs(query, key, value, 1.0, **fields)
-        return chosen_backend(
-            name, inputs, block_size, return_lse, is_dense, shared, lambda call, device: choose.asked.append(call) or verdict
-        )
+            lengths_and_dims = ((256, head_dim), (kv_len, head_dim), (kv_len, v_head_dim or head_dim))
+            tensors = [torch.empty(1, 2, *sizes, dtype=dtype, device="cuda") for sizes in lengths_and_dims]
+            if given.pop("has_sinks", False):
+                given["sinks"] = torch.empty(2, device="cuda")
+            if given.pop("padded", False):
+                given["attention_mask"] = torch.empty(1, kv_len, dtype=torch.bool, device="cuda")
+        inputs = AttentionInputs(*tensors, 1.0, **given)
+        return chosen_backend(name, inputs, *call.values(), lambda call, device: choose.asked.append(call) or verdict)
 
     return choose
 
@@ -60,34 +47,27 @@ def chosen(monkeypatch):
 def test_auto_takes_flash_only_where_it_was_seen_to_work(chosen, capability):
     assert chosen("auto", capability).name == ("flash" if capability == 9 else "triton")
     assert len(chosen.asked) == (capability == 9)
-    assert chosen("triton", capability) == ChosenBackend("triton")
-    assert chosen.asked == []
+    assert chosen("triton", capability) == ChosenBackend("triton") and chosen.asked == []
 
-
-# kinds of calls that auto checks, by what they ask
 
 PLAIN = FlashCall(torch.bfloat16, 128, 128)
+# kinds of calls that auto checks, by what they ask
 CHECKED = {
-    "plain": ({}, PLAIN),
-    "float16": ({"dtype": torch.float16}, PLAIN._replace(dtype=torch.float16)),
+    "plain": ({}, PLAIN), "float16": ({"dtype": torch.float16}, PLAIN._replace(dtype=torch.float16)),
     "latent attention": ({"head_dim": 192, "v_head_dim": 128}, PLAIN._replace(head_dim=192)),
     "wide": ({"head_dim": 256, "v_head_dim": 256}, PLAIN._replace(head_dim=256, v_head_dim=256)),
     "narrow": ({"head_dim": 64, "v_head_dim": 72}, PLAIN._replace(head_dim=64, v_head_dim=72)),
-    "soft cap": ({"softcap": 30.0}, PLAIN._replace(softcap=True)),
-    "log-sum-exp": ({"return_lse": True}, PLAIN),
-    "sinks": ({"has_sinks": True}, PLAIN),
-    "window": ({"window": 100}, PLAIN._replace(captures=True)),
-    "chunk": ({"kv_len": 300}, PLAIN._replace(captures=True)),
-    "padding": ({"padded": True}, PLAIN._replace(padded=True)),
+    "soft cap": ({"softcap": 30.0}, PLAIN._replace(softcap=True)), "log-sum-exp": ({"return_lse": True}, PLAIN),
+    "sinks": ({"has_sinks": True}, PLAIN), "window": ({"window": 100}, PLAIN._replace(captures=True)),
+    "chunk": ({"kv_len": 300}, PLAIN._replace(captures=True)), "padding": ({"padded": True}, PLAIN._replace(padded=True)),
     "one list": ({"shared": True}, PLAIN._replace(shared=True)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "kind"), CHECKED.values(), ids=CHECKED)
 def test_a_call_is_served_as_the_check_of_its_kind_says(chosen, given, kind):
     assert chosen("auto", **given) == chosen("flash", **given) == ChosenBackend("flash", RIGHT.lse_factor)
-    assert chosen.asked == [kind]
-    assert chosen("auto", **given, verdict=WRONG) == ChosenBackend("triton")
+    assert chosen.asked == [kind] and chosen("auto", **given, verdict=WRONG) == ChosenBackend("triton")
     with pytest.raises(ValueError, match=f'^backend="flash" cannot run here: {re.escape(WRONG.reason)}$'):
         chosen("flash", **given, verdict=WRONG)
 
@@ -102,19 +82,15 @@ def test_a_wrong_log_sum_exp_spares_calls_that_do_not_need_it(chosen, given):
 
 # what flash-attn-4 is known to refuse, or was not timed in: not worth a check, unless by name
 UNCHECKED = {
-    "block_size": {"block_size": 64},
-    "head_dim": {"head_dim": 224},
-    "v_head_dim of wide heads": {"head_dim": 256, "v_head_dim": 128},
-    "v_head_dim": {"head_dim": 128, "v_head_dim": 192},
-    "odd head_dim": {"head_dim": 100},
-    "gradients": {"needs_grad": True},
-}
+    "block_size": {"block_size": 64}, "head_dim": {"head_dim": 224},
+    "v_head_dim of wide heads": {"head_dim": 256, "v_head_dim": 128}, "v_head_dim": {"head_dim": 128, "v_head_dim": 192},
+    "odd head_dim": {"head_dim": 100}, "gradients": {"needs_grad": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", UNCHECKED.values(), ids=UNCHECKED)
 def test_auto_checks_nothing_that_flash_is_known_to_refuse(chosen, given):
-    assert chosen("auto", **given) == ChosenBackend("triton")
-    assert chosen.asked == []
+    assert chosen("auto", **given) == ChosenBackend("triton") and chosen.asked == []
     raised = Verdict("its check here raised ValueError: Block sparsity requires sparse_block_size[1]=80 to match tile_n.")
     with pytest.raises(ValueError, match=r"cannot run here: its check here raised ValueError: .*=80 to match tile_n\.$"):
         chosen("flash", **given, verdict=raised)
@@ -129,8 +105,7 @@ def test_where_nothing_is_known_auto_takes_triton_and_flash_raises(chosen):
 
 
 def test_dense_calls_check_flash_by_name_only(chosen):
-    assert chosen("auto", is_dense=True) == ChosenBackend("triton")
-    assert chosen.asked == []
+    assert chosen("auto", is_dense=True) == ChosenBackend("triton") and chosen.asked == []
     with pytest.raises(ValueError, match="block lists ignored"):
         chosen("flash", is_dense=True, verdict=WRONG)
     assert chosen("flash", is_dense=True, verdict=None).name == "flash"
@@ -146,8 +121,7 @@ def test_the_log_sum_exp_has_no_gradient_by_flash(chosen, given):
 def test_flash_names_a_dtype_that_it_cannot_take(chosen):
     with pytest.raises(ValueError, match=r"it needs float16 or bfloat16 \(got float32\)"):
         chosen("flash", dtype=torch.float32)
-    assert chosen("auto", dtype=torch.float32) == ChosenBackend("triton")
-    assert chosen.asked == []
+    assert chosen("auto", dtype=torch.float32) == ChosenBackend("triton") and chosen.asked == []
 
 
 @pytest.mark.parametrize("capability", [10, 11])

@@ -1,19 +1,25 @@
-"""Masks that are saved, loaded, copied, moved and joined."""
+"""Masks that are saved, loaded, copied, moved and joined; values that mask_mods capture, of which later calls break nothing."""
 
 import copy
 import gc
 import io
 import pickle
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, and_masks
+from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
 
-from flexmask import flexprefill_mask
+from flexmask import flexprefill_mask, sparse_attention
+from flexmask.base.selection import block_lists
 from flexmask.block_masks import causal_mask
-from tests.attention_calls import padding
+from flexmask.flex.backend import flash_available
+from flexmask.flex.block_mask import block_mask_from_lists
+from tests.attention_calls import CPP_ERROR, call, check, padding
+from tests.comparisons import assert_same_attention
 from tests.compile_support import assert_same_lists
+from tests.expected import masked_attention
 
 
 def saved(mask):
@@ -27,11 +33,9 @@ WAYS = {"torch.save": saved, "pickle": lambda mask: pickle.loads(pickle.dumps(ma
 CASES = {
     "whole": {},
     "padded, window, offset": {
-        "attention_mask": padding(160, ("left", 40), ("holes", 7)),
-        "window": 70,
-        "q_offset": torch.tensor([10, 3]),
+        "attention_mask": padding(160, ("left", 40), ("holes", 7)), "window": 70, "q_offset": torch.tensor([10, 3]),
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -46,23 +50,24 @@ def test_mask_comes_back_the_same(way, case, method):
     got = way(mask)
     assert type(got) is type(mask)
     assert_same_lists(got, mask)
-    assert got.BLOCK_SIZE == mask.BLOCK_SIZE
-    assert got.shape == mask.shape
+    assert got.BLOCK_SIZE == mask.BLOCK_SIZE and got.shape == mask.shape
     assert got.mask_mod.__name__ == mask.mask_mod.__name__
     pairs = torch.meshgrid(*(torch.arange(size) for size in (2, 4, 130, 160)), indexing="ij")
     visible = got.mask_mod(*pairs)
-    assert torch.equal(visible, mask.mask_mod(*pairs))
-    assert visible.any() and not visible.all()
+    assert torch.equal(visible, mask.mask_mod(*pairs)) and visible.any() and not visible.all()
     assert got.kv_indices.data_ptr() != mask.kv_indices.data_ptr()
     assert_same_lists(way(got), mask)
 
 
-def test_changed_mask_is_not_taken_for_the_one_that_was_made():
+def small_mask():
     query = torch.randn(1, 2, 96, 16)
-    mask = flexprefill_mask(query, query, block_size=32)
+    return flexprefill_mask(query, query, block_size=32)
+
+
+def test_changed_mask_is_not_taken_for_the_one_that_was_made():
+    mask = small_mask()
     mask.mask_mod = and_masks(mask.mask_mod, lambda b, h, q, k: k > 5)
-    assert copy.deepcopy(mask).mask_mod is mask.mask_mod
-    assert copy.copy(mask).mask_mod is mask.mask_mod
+    assert copy.deepcopy(mask).mask_mod is mask.mask_mod and copy.copy(mask).mask_mod is mask.mask_mod
     for save in (pickle.dumps, saved):
         with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
             save(mask)
@@ -73,13 +78,11 @@ def everything(b, h, q, k):
 
 
 def test_mask_with_a_mask_mod_of_a_module_is_pickled():
-    query = torch.randn(1, 2, 96, 16)
-    mask = flexprefill_mask(query, query, block_size=32)
+    mask = small_mask()
     mask.mask_mod = everything
     for way in WAYS.values():
         got = way(mask)
-        assert type(got) is BlockMask
-        assert got.mask_mod is everything
+        assert type(got) is BlockMask and got.mask_mod is everything
         assert_same_lists(got, mask)
 
 
@@ -90,8 +93,7 @@ def test_mask_moves_with_what_its_mask_mod_captures(case):
     index = [torch.zeros(1, dtype=torch.int32, device="meta")] * 4
     nameless = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case).to("meta")
     for moved in (mask.to("meta"), nameless):
-        assert moved.kv_indices.device.type == "meta"
-        assert moved.mask_mod(*index).device.type == "meta"
+        assert moved.kv_indices.device.type == "meta" and moved.mask_mod(*index).device.type == "meta"
     assert_same_lists(saved(mask.to("cpu")), mask)
     assert torch.equal(mask.to("cpu").to_dense(), mask.to_dense())
     mask.mask_mod = everything
@@ -99,8 +101,7 @@ def test_mask_moves_with_what_its_mask_mod_captures(case):
 
 
 def test_dropped_mask_is_freed_at_once():
-    query = torch.randn(1, 2, 96, 16)
-    mask = flexprefill_mask(query, query, block_size=32)
+    mask = small_mask()
     lists = weakref.ref(mask.kv_indices)
     gc.disable()
     try:
@@ -108,3 +109,65 @@ def test_dropped_mask_is_freed_at_once():
         assert lists() is None
     finally:
         gc.enable()
+
+
+FLASH = pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed")
+ON_GPU = [pytest.param("triton", marks=pytest.mark.gpu), pytest.param("flash", marks=[pytest.mark.gpu, FLASH])]
+
+Q_LEN, KV_LEN = 200, 300
+OFFSETS = (None, 41, torch.tensor([70, 3]))
+PADDINGS = (None, padding(KV_LEN, ("left", 90), ("left", 7)), padding(KV_LEN, ("holes", 7), ("right", 60)))
+WINDOWS = (200, 150, 250)
+# one of three levels each of block size, window, offset and padding
+FEW = [(0, 0, 0, 0), (1, 1, 1, 1), (2, 2, 2, 2)]
+EVERY_PAIR = [(i, j, (i + j) % 3, (i + 2 * j) % 3) for i in range(3) for j in range(3)]
+
+
+@pytest.mark.attention
+@CPP_ERROR
+@pytest.mark.parametrize(
+    ("backend", "levels"),
+    [
+        pytest.param("auto", FEW, id="cpu"),
+        pytest.param("auto", EVERY_PAIR, id="cpu, every pair", marks=pytest.mark.slow),
+        *(pytest.param(*each.values, EVERY_PAIR, marks=each.marks) for each in ON_GPU),
+    ],
+)
+def test_one_process_serves_windows_block_sizes_offsets_and_paddings(backend, levels):
+    device = "cpu" if backend == "auto" else "cuda"
+    sizes = (128,) * 3 if backend == "flash" else (16, 32, 48)
+    scale = 4 if backend == "flash" else 1  # blocks of 128 need longer prompts
+    options: dict[str, Any] = {"head_dims": (32, 32), "dtype": torch.bfloat16} if backend == "flash" else {"head_dims": (16, 16)}
+    for size, window, offset, padded in levels:
+        given, mask = OFFSETS[offset], PADDINGS[padded]
+        options["q_offset"] = None if given is None else scale * given
+        options["attention_mask"] = None if mask is None else mask.repeat_interleave(scale, 1)
+        options |= {"block_size": sizes[size], "scores": {"window": scale * WINDOWS[window]}}
+        check(call(scale * Q_LEN, scale * KV_LEN, batch=2, gamma=0.2, tau=0.0, **options), device, backend=backend)
+
+
+# pytorch#188322: the FLASH backend ignored block lists where the mask_mod is trivial
+def every_other(query, key, block_size, **given):
+    """A user's mask whose lists alone choose: the even key blocks."""
+    blocks = (torch.arange(key.shape[2] // block_size, device=key.device) % 2 == 0).expand(1, 1, query.shape[2] // block_size, -1)
+    lists = block_lists(blocks.contiguous(), torch.zeros_like(blocks[:, 0]))
+    return block_mask_from_lists(lists, noop_mask, block_size, (query.shape[2], key.shape[2]))
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("backend", ["auto", *ON_GPU])
+def test_lists_count_where_the_mask_mod_is_trivial(backend):
+    device = "cpu" if backend == "auto" else "cuda"
+    size, dtype = (16, torch.float32) if backend == "auto" else (128, torch.bfloat16)
+    it = call(8 * size, head_dims=(32, 32), dtype=dtype, block_size=size)
+    case, moved = it.case, it.case.to(device)
+    with torch.no_grad():
+        out = sparse_attention(
+            moved.query, moved.key, it.value.to(device), every_other, block_size=size, dense_below=0, backend=backend
+        )
+    place = torch.arange(8 * size)
+    causal = place[:, None] >= place
+    expected, _ = masked_attention(case.query, case.key, it.value, causal & (place // size % 2 == 0))
+    assert_same_attention(out, expected)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(out, masked_attention(case.query, case.key, it.value, causal)[0])

@@ -13,31 +13,24 @@ from tests.expected import masked_attention, visible_pairs
 @pytest.mark.parametrize(
     "keywords",
     [
-        {"q_len": 100},
-        {"q_len": 60, "kv_len": 100},
-        {"q_len": 60, "kv_len": 100, "q_offset": 13},
+        {"q_len": 100}, {"q_len": 60, "kv_len": 100}, {"q_len": 60, "kv_len": 100, "q_offset": 13},
         {"q_len": 100, "attention_mask": padding(100, ("left", 30), ("all", 0)), "batch": 2},
-        {"q_len": 100, "scores": {"window": 17, "scale": 0.4}},
-        {"q_len": 100, "scores": {"softcap": 2.0}},
+        {"q_len": 100, "scores": {"window": 17, "scale": 0.4}}, {"q_len": 100, "scores": {"softcap": 2.0}},
         {"q_len": 60, "kv_len": 100, "scores": {"softcap": 2.0, "window": 9}, "attention_mask": padding(100, ("holes", 5))},
-        {"q_len": 100, "heads": (3, 1), "head_dims": (32, 80), "dtype": torch.bfloat16},
-        {"q_len": 1, "kv_len": 100},
+        {"q_len": 100, "heads": (3, 1), "head_dims": (32, 80), "dtype": torch.bfloat16}, {"q_len": 1, "kv_len": 100},
         {"q_len": 1, "kv_len": 100, "scores": {"softcap": 2.0}, "q_offset": torch.tensor(40)},
         {"q_len": 1, "kv_len": 100, "attention_mask": padding(100, ("left", 30), ("right", 3)), "batch": 2},
     ],
-)
+)  # fmt: skip
 def test_short_prompts_and_single_rows_run_dense(keywords):
     it = call(**keywords)
     decodes = keywords["q_len"] == 1
     below = {} if decodes else {"dense_below": 101}
     expected, lse = it.under(torch.ones_like(it.case.search().keep))
     out, stats = it.attend(return_stats=True, **below)
-    assert stats.dense is True
-    assert (stats.density == 1).all()
-    assert (stats.coverage == 1).all()
-    assert stats.js_distance.isnan().all()
-    assert not stats.is_query_aware.any()
-    assert out.dtype == it.case.query.dtype
+    assert stats.dense is True and (stats.density == 1).all()
+    assert (stats.coverage == 1).all() and stats.js_distance.isnan().all()
+    assert not stats.is_query_aware.any() and out.dtype == it.case.query.dtype
     assert_same_attention(out, expected)
     again, got, more = it.attend(return_lse=True, return_stats=True, **below)
     assert isinstance(more, SelectionStats)
@@ -58,15 +51,6 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
     if "return_lse" in keywords:
         torch.testing.assert_close(parts[1], whole[1], atol=1e-6, rtol=0)
-
-
-@pytest.mark.attention
-def test_dense_below_is_a_length_in_tokens():
-    it = call(q_len=129, heads=(2, 2), head_dims=(16, 16))
-    for dense_below, ran_dense in ((130, True), (129, False), (0, False)):
-        assert it.attend(dense_below=dense_below, return_stats=True)[1].dense is ran_dense
-    # the default is far above this length
-    assert it.attend(dense_below=None, return_stats=True)[1].dense is True
 
 
 def test_gradients_flow_through_the_dense_path():

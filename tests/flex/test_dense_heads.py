@@ -9,8 +9,7 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import causal_mask
 from flexmask.dense_policy import CPU_BREAK_EVEN, DensePolicy, by_head_dim
 from flexmask.flex.dense import dense_attention
-from tests.attention_calls import flexprefill_attention
-from tests.cases import structured_inputs
+from tests.attention_calls import call, flexprefill_attention
 from tests.compile_support import dense_under
 from tests.compile_support import fresh_compiler as fresh_compiler
 
@@ -22,9 +21,8 @@ GAMMAS = (0.3, 1.0, 1.0, 1.0)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(18)
-    query, key = structured_inputs(generator, 1, 4, 2, LENGTH, LENGTH, 32, sharpness=5.0)
-    return query, key, torch.randn(1, 2, LENGTH, 32, generator=generator)
+    it = call(LENGTH, seed=18, sharpness=5.0)
+    return it.case.query, it.case.key, it.value
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -42,10 +40,11 @@ def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
     options = {**OPTIONS, **options}
     if method != "flexprefill":
         del options["tau"]
-    called = len(without_kernel)
+    called, tensors = len(without_kernel), tensors or inputs()
     with torch.no_grad():
-        stats = sparse_attention(*(tensors or inputs()), method, **options)[-1]
+        out, stats = sparse_attention(*tensors, method, **options)
     assert (len(without_kernel) == called) == stats.dense
+    assert not stats.dense or (stats.is_dense.all() and torch.equal(out, dense(*tensors)))
     by_key_head = stats.is_dense[0].unflatten(0, (2, 2))
     assert torch.equal(by_key_head[:, 0], by_key_head[:, 1])
     return "all" if stats.dense else by_key_head[:, 0].tolist()
@@ -61,6 +60,7 @@ def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
         ((1.0,) * 4, {}, "all"),
         (1.0, {}, "all"),
         (1.0, {"method": "hybrid"}, "all"),
+        ((1.0,) * 4, {"method": "hybrid"}, "all"),
         (GAMMAS, {"method": "hybrid"}, [False, True]),
         (0.3, {}, [False, False]),
         ((1.0,) * 4, {"max_budget": 32}, [False, False]),
@@ -76,12 +76,6 @@ def test_heads_that_keep_everything_run_dense_by_key_head(without_kernel, gamma,
     assert dense_heads(without_kernel, gamma=gamma, **options) == expected
 
 
-def test_a_single_row_is_dense_whatever_it_follows(without_kernel):
-    query, key, value = inputs()
-    for dense_below in (0, 100):
-        assert dense_heads(without_kernel, tensors=(query[:, :, -1:], key, value), dense_below=dense_below, gamma=0.5) == "all"
-
-
 def test_lists_are_not_read_of_a_users_mask(without_kernel):
     options = {name: OPTIONS[name] for name in ("block_size", "dense_below", "return_stats")}
     _, stats = sparse_attention(*inputs(), lambda *tensors, **given: causal_mask(*tensors, **given), **options)
@@ -91,14 +85,11 @@ def test_lists_are_not_read_of_a_users_mask(without_kernel):
 @pytest.mark.parametrize(
     "options",
     [
-        {"softcap": 20.0},
-        {"window": 100},
-        {"attention_mask": torch.ones(1, LENGTH, dtype=torch.bool)},
-        {"q_offset": 0},
+        {"softcap": 20.0}, {"window": 100}, {"attention_mask": torch.ones(1, LENGTH, dtype=torch.bool)}, {"q_offset": 0},
         {"sinks": torch.zeros(4)},
     ],
     ids=lambda options: next(iter(options)),
-)
+)  # fmt: skip
 def test_only_whole_plain_prompts_have_dense_heads(without_kernel, options):
     query, key, value = inputs()
     assert dense_heads(without_kernel, tensors=(query[:, :, 100:], key, value), gamma=GAMMAS) == [False, False]
@@ -138,34 +129,22 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch):
     assert stats.is_dense.tolist() == [[False, False, True, True]]
     assert torch.equal(out[:, 2:], whole[:, 2:])
     torch.testing.assert_close(out[:, :2], under[:, :2], atol=2e-5, rtol=0)
-    assert (out - under)[:, 2:].abs().max() > 1e-4
-    assert torch.equal(stats.density, found.density)
+    assert (out - under)[:, 2:].abs().max() > 1e-4 and torch.equal(stats.density, found.density)
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] + 0.01)
     assert not flexprefill_attention(query, key, value, gamma=gammas, **OPTIONS)[1].is_dense.any()
 
 
-@pytest.mark.parametrize("gamma", [1.0, (1.0,) * 4], ids=["one number", "by head"])
-@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
-def test_a_call_at_gamma_one_is_dense(method, gamma):
-    query, key, value = inputs()
-    options = {name: OPTIONS[name] for name in OPTIONS if name != "tau" or method != "hybrid"}
-    out, stats = sparse_attention(query, key, value, method, gamma=gamma, **options)
-    assert stats.dense
-    assert stats.is_dense.all()
-    assert torch.equal(out, dense(query, key, value))
-
-
-@pytest.mark.parametrize("sizes", [(16, 512), (513, 64), (64, 15)])
-def test_head_sizes_without_a_mask_are_named(sizes):
-    names = {513: "head_dim 513 outside 16 to 512", 15: "v_head_dim 15 outside 16 to 512"}
-    assert by_head_dim(*sizes) == next((names[size] for size in sizes if size in names), None)
-
-
-def test_wide_heads_run_dense_where_gradients_are_needed():
-    assert by_head_dim(512, 128, needs_grad=True) == "head_dim 512 over 256, with gradients"
-    assert by_head_dim(128, 257, needs_grad=True) == "v_head_dim 257 over 256, with gradients"
-    assert by_head_dim(256, 256, needs_grad=True) is None
-    assert by_head_dim(512, 512) is None
+@pytest.mark.parametrize(
+    ("sizes", "needs_grad", "said"),
+    [
+        ((16, 512), False, None), ((513, 64), False, "head_dim 513 outside 16 to 512"),
+        ((64, 15), False, "v_head_dim 15 outside 16 to 512"), ((512, 512), False, None),
+        ((512, 128), True, "head_dim 512 over 256, with gradients"),
+        ((128, 257), True, "v_head_dim 257 over 256, with gradients"), ((256, 256), True, None),
+    ],
+)  # fmt: skip
+def test_head_sizes_that_run_dense_are_named(sizes, needs_grad, said):
+    assert by_head_dim(*sizes, needs_grad=needs_grad) == said
 
 
 @pytest.mark.gpu

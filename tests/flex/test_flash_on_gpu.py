@@ -29,14 +29,9 @@ def device():
 
 
 SERVED = {
-    "plain": {},
-    "windows and chunks": {"captures": True},
-    "padding": {"padded": True},
-    "soft caps": {"softcap": True},
-    "one mask for all heads": {"shared": True},
-    "float16": {"dtype": torch.float16},
-    "latent attention": {"head_dim": 192},
-}
+    "plain": {}, "windows and chunks": {"captures": True}, "padding": {"padded": True}, "soft caps": {"softcap": True},
+    "one mask for all heads": {"shared": True}, "float16": {"dtype": torch.float16}, "latent attention": {"head_dim": 192},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
@@ -100,15 +95,12 @@ CALLS = {
     "sinks, window, chunk": ({"head_dims": (64, 64), "q_len": 900, "kv_len": 2400, "scores": {"window": 800}}, SINKS),
     "sinks, padding, float16": (
         {
-            "head_dims": (64, 64),
-            "q_len": 1500,
-            "batch": 2,
-            "dtype": torch.float16,
+            "head_dims": (64, 64), "q_len": 1500, "batch": 2, "dtype": torch.float16,
             "attention_mask": padding(1500, ("left", 300), ("right", 100)),
         },
         SINKS,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "sinks"), CALLS.values(), ids=CALLS)

@@ -40,19 +40,13 @@ def refuses(call, device):
     raise AssertionError("a check ran")
 
 
-def test_a_kind_is_checked_once(call):
-    check = Check(Verdict(lse_factor=1.5))
-    assert flash_verdict(call, CPU, check) == check.verdict
-    assert flash_verdict(call, CPU, refuses) == check.verdict
-    assert check.calls == [(call, CPU)]
-
-
 @pytest.mark.parametrize("field", FlashCall._fields)
-def test_another_kind_is_checked_too(call, field):
-    check = Check(Verdict())
+def test_each_kind_is_checked_once(call, field):
+    check = Check(Verdict(lse_factor=1.5))
     other = call._replace(**{field: torch.float16 if field == "dtype" else next(_sizes)})
-    flash_verdict(call, CPU, check)
-    flash_verdict(other, CPU, check)
+    for kind in (call, other):
+        assert flash_verdict(kind, CPU, check) == check.verdict
+        assert flash_verdict(kind, CPU, refuses) == check.verdict
     assert check.calls == [(call, CPU), (other, CPU)]
 
 
@@ -81,19 +75,15 @@ def test_an_error_of_the_check_is_passed_on_and_not_kept(call):
     assert flash_verdict(call, CPU, Check(Verdict())) == Verdict()
 
 
-def test_no_check_runs_under_a_dispatch_mode(call):
-    with FakeTensorMode():
-        assert flash_verdict(call, CPU, refuses) is None
-    check = Check(Verdict())
-    flash_verdict(call, CPU, check)
-    with FakeTensorMode():
-        assert flash_verdict(call, CPU, refuses) == Verdict()
-
-
-def test_no_check_runs_while_another_thread_exports(call):
-    with held_open(HELD["torch.export"]):
+@pytest.mark.parametrize(
+    "state", [FakeTensorMode, lambda: held_open(HELD["torch.export"])], ids=["a dispatch mode", "another thread exports"]
+)
+def test_no_check_runs_where_it_cannot(call, state):
+    with state():
         assert flash_verdict(call, CPU, refuses) is None
     assert flash_verdict(call, CPU, Check(Verdict())) == Verdict()
+    with state():
+        assert flash_verdict(call, CPU, refuses) == Verdict()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -32,8 +32,7 @@ def drawn_mask(kv_len, size=128, rows=3):
 def test_each_block_is_listed_as_its_tiles(kv_len, tile):
     mask, partial, full = drawn_mask(kv_len)
     narrow = in_key_tiles(mask, tile)
-    assert narrow.BLOCK_SIZE == (128, tile)
-    assert narrow.mask_mod is causal
+    assert narrow.BLOCK_SIZE == (128, tile) and narrow.mask_mod is causal
     assert tuple(narrow.seq_lengths) == (384, kv_len)
     existing = -(-kv_len // tile)
     lists = BlockLists(narrow.kv_num_blocks, narrow.kv_indices, narrow.full_kv_num_blocks, narrow.full_kv_indices)
@@ -42,15 +41,12 @@ def test_each_block_is_listed_as_its_tiles(kv_len, tile):
         assert indices.is_contiguous() and indices.shape[-1] == existing
         assert int(indices.min()) >= 0 and int(indices.max()) < existing
         assert torch.equal(dense_map(counts, indices), expected.repeat_interleave(128 // tile, -1)[..., :existing])
-        ascends = indices[..., 1:] > indices[..., :-1]
-        assert bool((ascends | (torch.arange(1, existing) >= counts.unsqueeze(-1))).all())
+        assert bool(((indices.diff(dim=-1) > 0) | (torch.arange(1, existing) >= counts.unsqueeze(-1))).all())
 
 
 def test_other_sizes_stay():
     mask, *_ = drawn_mask(300)
-    assert in_key_tiles(mask, 128) is mask
-    assert in_key_tiles(mask, 80) is mask
-    assert in_key_tiles(mask, 256) is mask
+    assert all(in_key_tiles(mask, tile) is mask for tile in (80, 128, 256))
 
 
 @pytest.mark.parametrize(("head_dims", "block_size", "lists"), [((256, 256), 128, 3), ((192, 128), 128, 0), ((256, 256), 64, 0)])
