@@ -256,16 +256,12 @@ class Tested(NamedTuple):
 TESTED = {
     "causal": Tested(causal, {}, {}),
     "flash_prefill": Tested(
-        flash_prefill,
-        {"alpha": 1.0, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 1},
-        {"alpha": 0.0},
+        flash_prefill, {"alpha": 1.0, "sink_blocks": 1, "window_blocks": 1, "last_blocks": 1}, {"alpha": 0.0},
         ({"alpha": 0.3, "sink_blocks": 0, "window_blocks": 2, "last_blocks": 0},),
     ),
     "flexprefill": Tested(None, {"gamma": 0.5, "min_budget": 0}, {"gamma": 1.0}),
     "hip": Tested(
-        hip,
-        {"topk_blocks": 2, "sink_blocks": 1, "window_blocks": 1},
-        {"topk_blocks": 16},
+        hip, {"topk_blocks": 2, "sink_blocks": 1, "window_blocks": 1}, {"topk_blocks": 16},
         ({"topk_blocks": 1, "sink_blocks": 2, "window_blocks": 2, "query_stride": 1},),
     ),
     "hybrid": Tested(None, {"gamma": 0.5, "min_budget": 0}, {"gamma": 1.0}),
@@ -277,29 +273,23 @@ TESTED = {
         ({"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 33, "execution_blocks": 1},),
     ),
     "lm_infinite": Tested(
-        lm_infinite,
-        {"global_tokens": 5, "local_tokens": 50},
-        {"local_tokens": 10**6},
+        lm_infinite, {"global_tokens": 5, "local_tokens": 50}, {"local_tokens": 10**6},
         ({"global_tokens": 16, "local_tokens": 33},),
     ),
     "minference": Tested(
-        minference,
-        {"plan": (30, 64)},
-        {"plan": (10**6, 0)},
+        minference, {"plan": (30, 64)}, {"plan": (10**6, 0)},
         ({"plan": ((40, 50), (64, 20)), "lines": "covering"}, {"plan": ((100, 16), (30, 100))}),
     ),
     "moa": Tested(moa, {"plan": (40, 0.2)}, {"plan": (0, 1.0)}, ({"plan": ((16, 0.0), (10, 0.3)), "sink_blocks": 0},)),
     "oracle": Tested(oracle, {"gamma": 0.6}, {"gamma": 1.0}),
     "published": Tested(None, {"gamma": 0.5, "min_budget": 0}, {"gamma": 1.0}),
     "sparge": Tested(
-        sparge,
-        {"similarity_threshold": 0.1, "cdf_threshold": 0.5},
-        {"cdf_threshold": 1.0},
+        sparge, {"similarity_threshold": 0.1, "cdf_threshold": 0.5}, {"cdf_threshold": 1.0},
         ({"similarity_threshold": -0.1, "cdf_threshold": 0.9, "topk": 0.3}, {"similarity_threshold": 0.4, "cdf_threshold": 0.8}),
     ),
     "streaming_llm": Tested(streaming_llm, {"sink_blocks": 1, "window_blocks": 2}, {"window_blocks": 10**6}),
     "tri_shape": Tested(tri_shape, {"sink_blocks": 1, "window_blocks": 2, "last_blocks": 1}, {"last_blocks": 10**6}),
     "vertical_slash": Tested(vertical_slash, {"vertical_size": 64, "slash_size": 64}, {"slash_size": 10**6}),
     "xattention": Tested(xattention, {"stride": 4, "threshold": 0.6}, {"threshold": 1.0}, ({"stride": 16, "threshold": 0.9},)),
-}
+}  # fmt: skip
 DEFINITIONS = {name: tested.definition for name, tested in TESTED.items() if tested.definition is not None}

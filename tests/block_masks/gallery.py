@@ -19,7 +19,6 @@ from tests.expected import seen_pairs
 MASKS = {name.removesuffix("_mask"): getattr(block_masks, name) for name in block_masks.__all__}
 
 SPARSE = {name: tested.sparse for name, tested in TESTED.items()}
-KEEP_EVERYTHING = {name: tested.everything for name, tested in TESTED.items()}
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,10 @@ SETTINGS = {
     "window of one token": Setting(q_len=100, kv_len=100, window=1),
     "offset": Setting(q_len=100, kv_len=400, q_offset=65),
     "offsets by batch row": Setting(
-        batch=3,
-        q_len=64,
-        kv_len=300,
-        window=90,
-        q_offset=torch.tensor([0, 50, 236]),
+        batch=3, q_len=64, kv_len=300, window=90, q_offset=torch.tensor([0, 50, 236]),
         attention_mask=padding(300, ("left", 42), ("left", 85), ("left", 128)),
     ),
-}
+}  # fmt: skip
 ON_GPU = ("whole", "offsets by batch row")  # one compilation each there
 # the published code takes whole, unpadded prompts only
 SERVED = {"published": ("whole",)}

@@ -1,26 +1,27 @@
-"""Options of the gallery's methods: refusals by name, defaults as documented."""
+"""Options of the gallery's methods, their docstrings, and the table of methods with its exports, files and README."""
 
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
-from flexmask import METHODS
-from tests.block_masks.gallery import MASKS
+import flexmask
+from flexmask import METHODS, block_masks
+from tests.block_masks.definitions import TESTED
+from tests.block_masks.gallery import MASKS, all_masks
 
 INPUTS = torch.zeros(1, 4, 64, 32), torch.zeros(1, 2, 64, 32)
 COUNTS = {
     "flash_prefill": {"sink_blocks": 0, "window_blocks": 1, "last_blocks": 0},
     "hip": {"topk_blocks": 1, "sink_blocks": 0, "window_blocks": 1, "query_stride": 1},
     "infllm": {"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 1, "execution_blocks": 1},
-    "lm_infinite": {"global_tokens": 0, "local_tokens": 1},
-    "moa": {"sink_blocks": 0},
+    "lm_infinite": {"global_tokens": 0, "local_tokens": 1}, "moa": {"sink_blocks": 0},
     "streaming_llm": {"sink_blocks": 0, "window_blocks": 1},
     "tri_shape": {"sink_blocks": 0, "window_blocks": 1, "last_blocks": 0},
-    "vertical_slash": {"vertical_size": 0, "slash_size": 0},
-    "xattention": {"stride": 1},
-}
+    "vertical_slash": {"vertical_size": 0, "slash_size": 0}, "xattention": {"stride": 1},
+}  # fmt: skip
 OWN = [name for name in MASKS if name != "causal"]
 
 
@@ -77,3 +78,43 @@ def test_docstring_states_the_defaults_and_the_difference(name):
         stated = re.search(number + r"|``\"(\w+)\"``\s+\(default\b|(None)\s+\(default\b", entry)
         assert stated is not None, f"{option} has no default"
         assert str(default) == next(filter(None, stated.groups())), option
+
+
+FOLDER = Path(__file__).resolve().parents[2] / "block_masks"
+
+
+# one file holds several
+BY_POSITION = ("causal", "lm_infinite", "moa", "streaming_llm", "tri_shape")
+
+
+def test_table_exports_and_files_agree():
+    names = {
+        path.name.removesuffix(".py") for path in FOLDER.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert set(MASKS) - set(BY_POSITION) == names - {"__init__", "positions"}
+    assert {name for name, mask in MASKS.items() if mask.__module__ == "flexmask.block_masks.positions"} == set(BY_POSITION)
+    # other tests enter methods of their own
+    assert set(MASKS) <= set(METHODS)
+    for name, function in MASKS.items():
+        assert function.__name__ == f"{name}_mask" and function.method is METHODS[name]
+    for name in ("flexprefill_mask", "hybrid_mask"):
+        assert getattr(flexmask, name) is getattr(block_masks, name)
+
+
+def test_table_and_readme_agree():
+    rows = re.findall(r"^\| \[`(\w+)`\]\(([\w/]+\.py)\) \|", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    files = {name: f"{name}/__init__.py" if (FOLDER / name).is_dir() else f"{name}.py" for name in sorted(MASKS)}
+    files |= dict.fromkeys(BY_POSITION, "positions.py")
+    assert rows == [(f"{name}_mask", file) for name, file in files.items()]
+
+
+@all_masks
+def test_readme_table_names_every_knob(name):
+    row = re.search(rf"^\| \[`{name}_mask`\].*$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None
+    assert re.findall(r"`(\w+)`", row.group().rsplit(" | ", 1)[1]) == list(METHODS[name].defaults)
+
+
+def test_every_method_has_a_definition_or_an_oracle():
+    assert set(TESTED) == set(MASKS)
+    assert {name for name, tested in TESTED.items() if tested.definition is None} == {"flexprefill", "hybrid", "published"}

@@ -10,14 +10,9 @@ from flexmask.export import from_block_map
 from tests.expected import by_block, seen_pairs
 
 SHAPES = {
-    "one token": (1, 1, 16),
-    "63": (63, 63, 16),
-    "129": (129, 129, 32),
-    "129 in one block": (129, 129, 256),
-    "chunk at a block": (40, 72, 32),
-    "chunk inside a block": (50, 129, 32),
-    "one row of many": (1, 100, 16),
-}
+    "one token": (1, 1, 16), "63": (63, 63, 16), "129": (129, 129, 32), "129 in one block": (129, 129, 256),
+    "chunk at a block": (40, 72, 32), "chunk inside a block": (50, 129, 32), "one row of many": (1, 100, 16),
+}  # fmt: skip
 LONG = {"1000": (1000, 1000, 128), "chunk of 1000": (200, 1000, 64)}
 
 

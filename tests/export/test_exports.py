@@ -35,8 +35,7 @@ def test_map_and_index_list_hold_the_kept_blocks(shape, geometry):
     case = drawn(shape, **geometry)
     for dtype in (torch.bool, torch.uint8, torch.int32):
         found = to_block_map(case.mask, dtype=dtype)
-        assert found.dtype == dtype and found.is_contiguous()
-        assert torch.equal(found.bool(), case.keep)
+        assert found.dtype == dtype and found.is_contiguous() and torch.equal(found.bool(), case.keep)
     indices, counts = to_index_list(case.mask)
     assert indices.dtype == counts.dtype == torch.int32
     blocks = case.keep.shape[-1]
