@@ -17,8 +17,6 @@ from tests.comparisons import assert_same_stats
 from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, lists_of, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 
-# Traced whole
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "padded window": {"attention_mask": PADDING, "window": 200, "softcap": 20.0, "scale": 0.2},
     "other rules": {"query_aware": "per_query", "pattern_queries": "middle", "max_budget": 128},
@@ -82,9 +80,6 @@ def test_attention_raises_where_compilation_is_switched_off(switch):
     assert_same_lists(mask, flexprefill_mask(*inputs[:2], **SPARSE))
 
 
-# A bad call leaves no trace
-
-
 def test_refused_call_inside_a_compilation_leaves_later_ones_as_they_were():
     run, counter = traced(lambda query, key: flexprefill_mask(query, key, **SPARSE))
     # torch 2.5 and 2.8 drop the message
@@ -109,9 +104,6 @@ def test_other_compilers_than_inductor_do_not_make_it_dense():
     torch._dynamo.reset()
     with pytest.raises(Unsupported):
         torch.compile(attend, backend="eager", fullgraph=True)(query, key, value)
-
-
-# Exported programs
 
 
 def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:

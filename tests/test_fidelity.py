@@ -16,17 +16,13 @@ WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
 IDS = torch.randint(97, (600,), generator=torch.Generator().manual_seed(1))
 
 
-def tiny_model():
+@pytest.fixture
+def model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **shape)).eval()
-
-
-@pytest.fixture
-def model():
-    return SparseModel(tiny_model())
+    return SparseModel(LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **shape)).eval())
 
 
 def test_the_model_attends_to_what_the_method_keeps(model):
@@ -52,9 +48,6 @@ def test_needles_are_asked_of_the_retriever(tmp_path):
     retrieval.main([*command, "hybrid", "--options", '{"gamma": 0.9}'])
     retrieval.main([*command, "streaming_llm", "--options", '{"sink_blocks": 1, "window_blocks": 1}'])
     rows = pd.read_csv(out)
-    assert list(zip(rows["method"], rows["right"], rows["n"], strict=True)) == [
-        ("dense", 2, 2),
-        ("hybrid", 2, 2),
-        ("streaming_llm", 0, 2),
-    ]
+    found = [tuple(row) for row in rows[["method", "right", "n"]].values.tolist()]
+    assert found == [("dense", 2, 2), ("hybrid", 2, 2), ("streaming_llm", 0, 2)]
     assert rows["density"].tolist()[2] == pytest.approx(15 / 36, abs=1e-5) and rows["density"][0] == 1

@@ -24,19 +24,11 @@ def inputs(length=200, q_len=None, batch=1, num_heads=4, num_kv_heads=2, head_di
     return structured_inputs(generator, batch, num_heads, num_kv_heads, q_len or length, length, head_dim, sharpness=3.0)
 
 
-def lengths_of(query, key):
-    return query.shape[2], key.shape[2]
-
-
-def mask_of(case):
-    return case.config.mask(case.query, case.key, **case.keywords())
-
-
 @settings(max_examples=60)
 @given(cases())
 def test_lists_and_mask_mod_say_the_same(case):
-    mask = mask_of(case)
-    assert_honest(mask, lengths_of(case.query, case.key))
+    mask = case.config.mask(case.query, case.key, **case.keywords())
+    assert_honest(mask, (case.query.shape[2], case.key.shape[2]))
     assert torch.equal(mask.to_dense().bool(), case.search().keep)
 
 

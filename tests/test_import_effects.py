@@ -14,25 +14,17 @@ NOT_NEEDED = ("accelerate", "matplotlib", "sglang", "transformers", "typer", "vl
 # Run in its own process; the argument is a JSON list of packages that must not be importable.
 WATCH = """
 import json, logging, os, sys, warnings
-
 blocked = json.loads(sys.argv[1])
-
-
 class Without:
     # a finder that does not see the blocked packages, for `import` and importlib.util.find_spec
     def __init__(self, finder):
         self.finder = finder
-
     def find_spec(self, name, path=None, target=None):
         return None if name.partition(".")[0] in blocked else self.finder.find_spec(name, path, target)
-
-
 import torch
 import torch._dynamo.config
 import torch._inductor.config
 import torch.nn.attention.flex_attention
-
-
 def surroundings():
     return {
         "default dtype": str(torch.get_default_dtype()),
@@ -48,8 +40,6 @@ def surroundings():
         "environment": dict(os.environ),
         "sys.path": list(sys.path),
     }
-
-
 # torch itself loads some of them
 for name in list(sys.modules):
     if name.partition(".")[0] in blocked:
@@ -67,14 +57,16 @@ print(json.dumps({
 """
 
 
+def printed(*arguments: str) -> str:
+    run = subprocess.run([sys.executable, "-c", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
 @pytest.mark.parametrize("blocked", [(*NOT_NEEDED, "triton"), ()], ids=["torch alone", "as installed"])
 def test_import_needs_torch_alone_and_changes_nothing(blocked):
-    command = [sys.executable, "-c", WATCH, json.dumps(blocked)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    seen = json.loads(run.stdout.splitlines()[-1])
-    assert seen["changed"] == []
-    assert "flexmask" in seen["loaded"]
+    seen = json.loads(printed(WATCH, json.dumps(blocked)).splitlines()[-1])
+    assert seen["changed"] == [] and "flexmask" in seen["loaded"]
     assert set(seen["loaded"]) <= {"flexmask", "triton"} - set(blocked)
 
 
@@ -84,8 +76,7 @@ def test_torch_waits_until_it_is_needed(module):
     if module != "flexmask":
         pytest.importorskip("typer")
     code = f"import sys, {module}; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"
+    assert printed(code) == "False\n"
 
 
 @pytest.mark.parametrize(
@@ -97,5 +88,4 @@ def test_torch_waits_until_it_is_needed(module):
     ],
 )
 def test_the_table_of_methods_is_whole_whatever_is_imported_first(code):
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "True\n"
+    assert printed(code) == "True\n"

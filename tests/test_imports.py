@@ -16,13 +16,10 @@ ORDER = (
 )  # fmt: skip
 # and these from no others
 BELOW: dict[str, set[str]] = {
-    "plain": {"base"},
-    "kernels": {"_torch", "base"},
-    "flex": {"_torch", "base", "compilation"},
-    "export": {"_torch", "base", "flex"},
-    "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
+    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation"},
+    "export": {"_torch", "base", "flex"}, "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
     "plot": {"base"},
-}
+}  # fmt: skip
 
 
 def package_sources() -> dict[str, str]:

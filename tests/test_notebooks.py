@@ -53,8 +53,7 @@ def checkout(tmp_path, monkeypatch):
 def test_the_notebook_for_a_cpu_runs(checkout):
     found = load(ON_CPU, ("TOKENS = 8192", "TOKENS = 2048"), ("progress=False", "progress=False, gammas=(0.6, 0.9, 1.0)"))
     names = notebook.run(found)
-    assert names["TOKENS"] == 2048
-    assert os.path.samefile(os.getcwd(), checkout)
+    assert names["TOKENS"] == 2048 and os.path.samefile(os.getcwd(), checkout)
     drawn = [cell for cell in found["cells"] if cell["cell_type"] == "code" and notebook.pictures(cell)]
     assert len(drawn) == 4
     config = json.loads((checkout / "out/tuned-retriever/config.json").read_text())

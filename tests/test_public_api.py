@@ -13,23 +13,15 @@ from flexmask import SelectionStats, flexprefill_mask, sparse_attention, sparse_
 from tests.block_masks.gallery import MASKS
 
 PUBLIC = [
-    "METHODS",
-    "SelectionStats",
-    "flexprefill_mask",
-    "hybrid_mask",
-    "sparse_attention",
-    "sparse_attention_varlen",
-    "sparse_prefill",
-    "tune",
-    "warmup",
-]
+    "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",
+    "sparse_prefill", "tune", "warmup",
+]  # fmt: skip
 FUNCTIONS = [sparse_attention, sparse_attention_varlen, warmup, *MASKS.values()]
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
 
 
 def test_exports_are_pinned():
-    assert flexmask.__all__ == PUBLIC
-    assert re.fullmatch(r"\d+\.\d+\.\d+", flexmask.__version__)
+    assert flexmask.__all__ == PUBLIC and re.fullmatch(r"\d+\.\d+\.\d+", flexmask.__version__)
     with pytest.raises(AttributeError, match="module 'flexmask' has no attribute 'flexprefill'"):
         _ = flexmask.flexprefill
 
@@ -54,12 +46,10 @@ def test_what_is_wanted_comes_in_this_order():
     query, key, value = torch.randn(1, 2, 64, 16), torch.randn(1, 1, 64, 16), torch.randn(1, 1, 64, 24)
     assert sparse_attention(query, key, value).shape == (1, 2, 64, 24)
     _, lse, stats = sparse_attention(query, key, value, return_lse=True, return_stats=True)
-    assert (lse.shape, lse.dtype) == ((1, 2, 64), torch.float32)
-    assert stats.dense
+    assert (lse.shape, lse.dtype) == ((1, 2, 64), torch.float32) and stats.dense
     assert not isinstance(flexprefill_mask(query, key), tuple)
     mask, stats = flexprefill_mask(query, key, return_stats=True)
-    assert mask.shape[:2] == (1, 2)
-    assert not stats.dense
+    assert mask.shape[:2] == (1, 2) and not stats.dense
 
 
 @pytest.mark.parametrize("name", [None, *MASKS])
@@ -76,9 +66,6 @@ def test_statistics_are_frozen_tensors_by_head(name):
     assert stats.dense is (name is None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.density = stats.coverage
-
-
-# Docstrings
 
 
 def sections(documented: Any) -> dict[str, str]:

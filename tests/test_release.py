@@ -15,8 +15,7 @@ def test_the_workflow_runs_the_oldest_and_newest_releases():
     pins = re.findall(r"^(torch|transformers)==([\d.]+)", text("constraints.txt"), re.MULTILINE)
     oldest = re.findall(r'releases\("(torch|transformers)", "([\d.]+)"', text("noxfile.py"))
     newer = re.findall(r'releases\("(torch|transformers)".*newer=\("([\d.]+)"', text("noxfile.py"))
-    assert newer
-    assert named == {*pins, *oldest, *newer}
+    assert newer and named == {*pins, *oldest, *newer}
 
 
 def test_version_is_the_same_everywhere():
