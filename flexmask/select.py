@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once, is_traced, keep_static
-from flexmask.base.blocks import BlockProblem, cut_into_blocks
+from flexmask.base.blocks import BlockProblem, Steps, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
@@ -25,6 +25,9 @@ from flexmask.stats import FROM_LISTS, computed, empty
 if HAS_TRITON:
     from flexmask import kernels
 
+    _KERNELS: Steps[kernels.RepresentativeMass, kernels.Blocks] = kernels
+
+_PLAIN: Steps[plain.RepresentativeMass, plain.Blocks] = plain
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
@@ -126,7 +129,7 @@ def _chosen(
     tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...], by_kernels: bool, end: Tensor | None = None,
 ) -> Chosen:  # fmt: skip
     """Lists, map, statistics and mask_mod of a method's choice."""
-    problem = cut_into_blocks(inputs, block_size, kernels if by_kernels else plain, with_map, end)
+    problem = cut_into_blocks(inputs, block_size, _KERNELS if by_kernels else _PLAIN, with_map, end)
     choice = choose(problem, **fixed, **tensors)
     if not isinstance(choice, Choice):
         choice = from_map(problem, choice)

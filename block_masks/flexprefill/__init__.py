@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -14,10 +15,30 @@ from flexmask.base.options import check_max_budget, check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
+from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
+# what steps hand on, under these names in `plain` and in `kernels`
+Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
+Blocks = TypeVar("Blocks", covariant=True)
+
+
+class FlexPrefillSteps(Protocol[Mass, Blocks]):
+    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
+
+    def pattern_and_lines(
+        self, problem: BlockProblem, pattern: Mass, index: Mass, means: Tensor, shares: Shares, budget: Budget, /
+    ) -> tuple[Tensor, Tensor, Lines]: ...
+    def query_aware_blocks(
+        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
+    ) -> Blocks: ...
+
+
+_PLAIN: FlexPrefillSteps[plain.RepresentativeMass, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
+
+    _KERNELS: FlexPrefillSteps[kernels.RepresentativeMass, kernels.Blocks] = kernels
 
 QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
@@ -134,7 +155,7 @@ def flexprefill_mask(
     shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
     given: Any = tau  # a tensor, except for 0
     largest = problem.as_tensor(given) if isinstance(given, Tensor) or given > 0 else given
-    steps = kernels if problem.by_kernels else plain  # the method's own
+    steps: FlexPrefillSteps[Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
     size = problem.block_size
     floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
 

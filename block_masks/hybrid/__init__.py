@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import Lines
 from flexmask.base.checks import check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -14,11 +15,32 @@ from flexmask.base.options import check_share
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import ThresholdRule
+from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
 from flexmask.method import BlockProblem, ByHead, method
 
+# what steps hand on, under these names in `plain` and in `kernels`
+Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
+Evidence = TypeVar("Evidence")  # `RowEvidence`
+Blocks = TypeVar("Blocks", covariant=True)
+
+
+class HybridSteps(Protocol[Mass, Evidence, Blocks]):
+    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
+
+    def thresholds(self, problem: BlockProblem, gamma: Any, rule: ThresholdRule, /) -> Thresholds: ...
+    def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
+    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
+    def row_blocks(
+        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0, /
+    ) -> Blocks: ...
+    def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+
+_PLAIN: HybridSteps[plain.RepresentativeMass, plain.RowEvidence, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
+
+    _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.RowEvidence, kernels.Blocks] = kernels
 
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
@@ -70,7 +92,12 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
     gammas=GAMMAS,
 )
 def hybrid_mask(
-    problem: BlockProblem, gamma: ByHead = 0.9, *, min_budget: int = 256, row_stride: int = 8, min_coverage: float = 0.5
+    problem: BlockProblem,
+    gamma: ByHead = 0.9,
+    *,
+    min_budget: int = 256,
+    row_stride: int = 8,
+    min_coverage: float = 0.5,
 ) -> Choice:
     """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
@@ -118,7 +145,7 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
-    steps = kernels if problem.by_kernels else plain  # the method's own
+    steps: HybridSteps[Any, Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
     rule = ThresholdRule(
         LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs, SparseInputs
 from flexmask.base.scores import widest_float
+from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import (
     BlockVisibility,
     Tokens,
@@ -36,14 +36,49 @@ class Lines(NamedTuple):
         return self.kept.sum(-1)
 
 
+# what steps hand on, and only steps of the same kind read: types of `flexmask.plain` or of `flexmask.kernels`
+Mass = TypeVar("Mass")  # `RepresentativeMass`: attention of the representative rows
+Blocks = TypeVar("Blocks", contravariant=True)  # `Blocks`: those that rows choose
+
+
+class Steps(Protocol[Mass, Blocks]):
+    """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. Kernels make a map only `with_map`."""
+
+    def edges_of(self, inputs: SparseInputs, block_size: int, /) -> PackedEdges | None: ...
+    def key_means(self, problem: BlockProblem, /) -> Tensor: ...
+    def representative_mass(self, problem: BlockProblem, which: str, /) -> Mass: ...
+    def kept_blocks(
+        self,
+        problem: BlockProblem,
+        lines: Lines,
+        blocks: Blocks | None,
+        last: Mass | None = None,
+        nearest: tuple[int, int] = (0, 0),
+        /,
+    ) -> tuple[BlockLists, Tensor | None]: ...
+    def coverage(self, problem: BlockProblem, mass: Mass, keep: Tensor, /) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class BlockProblem:
-    """One attention problem cut into blocks."""
+    """One attention problem cut into blocks.
 
-    inputs: SparseInputs  # of a method with `row_numbers` a slice of rows
-    block_size: int  # tokens
-    steps: ModuleType  # those that methods share, `flexmask.plain` or `flexmask.kernels`
-    with_map: bool = True  # whether kernels must make the map of kept blocks
+    Attributes
+    ----------
+    inputs
+        Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
+    block_size
+        Tokens per block.
+    steps
+        The shared steps, plain or kernels.
+    with_map
+        True if the map of kept blocks is needed.
+    """
+
+    inputs: SparseInputs
+    block_size: int
+    steps: Steps[Any, Any]
+    with_map: bool = True
     edges: PackedEdges | None = None  # the geometry as kernels read it; None for plain steps
     cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
 
@@ -109,8 +144,10 @@ class BlockProblem:
 
     def query_means(self, blocks: int = 1) -> Tensor:
         """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
-        valid = self.tokens.row_valid if self.tokens.padded else None
-        means: Tensor = self.steps.block_means(self.inputs.query, valid, blocks * self.block_size)
+        steps: Any = self.steps  # `flexmask.plain`, of a method without kernels
+        means: Tensor = steps.block_means(
+            self.inputs.query, self.tokens.row_valid if self.tokens.padded else None, blocks * self.block_size
+        )
         return means
 
     def first_block(self) -> Tensor:
@@ -147,7 +184,7 @@ class BlockProblem:
 
 
 def cut_into_blocks(
-    inputs: SparseInputs, block_size: int, steps: ModuleType, with_map: bool = True, end: Tensor | None = None
+    inputs: SparseInputs, block_size: int, steps: Steps[Any, Any], with_map: bool = True, end: Tensor | None = None
 ) -> BlockProblem:
     """Cut a call into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     edges = steps.edges_of(inputs, block_size)

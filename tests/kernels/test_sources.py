@@ -1,8 +1,6 @@
 """What Triton's interpreter runs as written and its compiler does not."""
 
 import ast
-import importlib
-import inspect
 
 import pytest
 
@@ -19,14 +17,6 @@ def run(x):
         now = now + 1
     return before
 """
-# modules whose steps have twins of the same names in PyTorch
-TWINS = [
-    ("flexmask.kernels", "flexmask.plain", {"edges_of", "key_means", "representative_mass", "kept_blocks", "coverage"}),
-    *((f"flexmask.block_masks.{method}.kernels", f"flexmask.block_masks.{method}.plain", steps) for method, steps in (
-        ("hybrid", {"thresholds", "last_rows_lines", "row_evidence", "row_blocks", "row_coverage"}),
-        ("flexprefill", {"pattern_and_lines", "query_aware_blocks"}),
-    )),
-]  # fmt: skip
 
 
 def lost_in_loops(source: str) -> list[str]:
@@ -59,11 +49,3 @@ def test_no_loop_sets_a_variable_to_another_from_before_it(path):
 
 def test_such_a_loop_is_caught():
     assert lost_in_loops(WRONG) == ["before = now"]
-
-
-@pytest.mark.parametrize(("kernels", "plain", "steps"), TWINS, ids=[kernels for kernels, _, _ in TWINS])
-def test_a_step_takes_the_same_arguments_as_its_twin(kernels, plain, steps):
-    pytest.importorskip("triton")
-    for step in steps:
-        both = [inspect.signature(getattr(importlib.import_module(name), step)).parameters for name in (kernels, plain)]
-        assert [(x.name, x.default) for x in both[0].values()] == [(x.name, x.default) for x in both[1].values()], step
