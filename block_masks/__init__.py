@@ -26,7 +26,24 @@ from flexmask.selector import METHODS as METHODS
 for _name in sorted(METHODS):
     METHODS[_name] = METHODS.pop(_name)
 
-__all__ = [f"{name}_mask" for name in METHODS]
+__all__ = [
+    "causal_mask",
+    "flash_prefill_mask",
+    "flexprefill_mask",
+    "hip_mask",
+    "hybrid_mask",
+    "infllm_mask",
+    "lm_infinite_mask",
+    "minference_mask",
+    "moa_mask",
+    "oracle_mask",
+    "published_mask",
+    "sparge_mask",
+    "streaming_llm_mask",
+    "tri_shape_mask",
+    "vertical_slash_mask",
+    "xattention_mask",
+]
 
 
 def __getattr__(name: str) -> Any:
