@@ -34,14 +34,15 @@ class RepresentativeRows(NamedTuple):
 def representative_rows(which: str, tokens: Tokens, block_size: int) -> RepresentativeRows:
     """The last (or the middle) block_size valid query rows, adjacent or not; fewer if there are no more."""
     slot = torch.arange(block_size, device=tokens.offset.device)
-    rank = tokens.row_valid.cumsum(-1)  # (batch or 1, q_len)
-    num_valid = rank[:, -1]
+    # Inductor (2.11, CUDA) cannot search in a cumsum of ones, which it folds
+    rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len)
+    num_valid = torch.full_like(tokens.offset, tokens.row_valid.shape[1]) if rank is None else rank[:, -1]
     first = (num_valid - block_size).clamp(min=0)
     if which == "middle":
         first = first // 2
     ordinal = first.unsqueeze(-1) + slot
     taken = ordinal < num_valid.unsqueeze(-1)
-    row = torch.where(taken, torch.searchsorted(rank, ordinal + 1), 0)
+    row = torch.where(taken, ordinal if rank is None else torch.searchsorted(rank, ordinal + 1), 0)
     return RepresentativeRows(row, taken, tokens.offset.unsqueeze(-1) + row)
 
 
