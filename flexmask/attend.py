@@ -25,7 +25,7 @@ MAX_MASK_BYTES = 2**30
 
 
 class CallOptions(NamedTuple):
-    """How calls are served, whatever their method."""
+    """Options of calls, whatever their method."""
 
     backend: str = "auto"
     policy: DensePolicy = DensePolicy()

@@ -56,11 +56,25 @@ def sparse_attention(
 ) -> Any: ...
 # fmt: on
 def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = RECOMMENDED, *, block_size: int = 128,
-    scale: float | None = None, softcap: float | None = None, window: int | None = None, attention_mask: Tensor | None = None,
-    q_offset: int | Tensor | None = None, sinks: Tensor | None = None, backend: str = "auto", dense_below: int | None = None,
-    return_lse: bool = False, return_stats: bool = False, max_mask_bytes: int = MAX_MASK_BYTES, **options: Any,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    method: str | Callable[..., Any] = RECOMMENDED,
+    *,
+    block_size: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    dense_below: int | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+    **options: Any,
+) -> Any:
     """Causal attention over the blocks that a method keeps, the same compiled kernel for all methods.
 
     Parameters

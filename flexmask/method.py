@@ -108,10 +108,18 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
 
     @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
-        query: Tensor, key: Tensor, *given: Any, block_size: int = 128, scale: float | None = None, softcap: float | None = None,
-        window: int | None = None, attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None,
-        return_stats: bool = False, **options: Any,
-    ) -> Any:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        *given: Any,
+        block_size: int = 128,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        attention_mask: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
+        return_stats: bool = False,
+        **options: Any,
+    ) -> Any:
         if len(given) > len(positional):
             raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(given)}")
         for name, value in zip(positional[: len(given)], given, strict=True):

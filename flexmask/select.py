@@ -125,9 +125,16 @@ def _selection(selector: Selector, chosen: Chosen, with_map: bool, statistics: t
 
 
 def _chosen(
-    inputs: SparseInputs, block_size: int, choose: Callable[..., Choice | Tensor | None], fixed: dict[str, Any],
-    tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...], by_kernels: bool, end: Tensor | None = None,
-) -> Chosen:  # fmt: skip
+    inputs: SparseInputs,
+    block_size: int,
+    choose: Callable[..., Choice | Tensor | None],
+    fixed: dict[str, Any],
+    tensors: dict[str, Tensor],
+    with_map: bool,
+    statistics: tuple[str, ...],
+    by_kernels: bool,
+    end: Tensor | None = None,
+) -> Chosen:
     """Lists, map, statistics and mask_mod of a method's choice."""
     problem = cut_into_blocks(inputs, block_size, _KERNELS if by_kernels else _PLAIN, with_map, end)
     choice = choose(problem, **fixed, **tensors)
@@ -203,10 +210,24 @@ def _as_one_operator(
     "SymInt[] integers, bool with_map, str[] statistics) -> Tensor[]",
 )
 def selection_operator(
-    query: Tensor, key: Tensor, scale: float, softcap: float | None, window: int | None, attention_mask: Tensor | None,
-    offset: Tensor | None, method: str, block_size: int, tensor_names: list[str], tensors: list[Tensor], word_names: list[str],
-    words: list[str], integer_names: list[str], integers: list[int], with_map: bool, statistics: list[str],
-) -> list[Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    attention_mask: Tensor | None,
+    offset: Tensor | None,
+    method: str,
+    block_size: int,
+    tensor_names: list[str],
+    tensors: list[Tensor],
+    word_names: list[str],
+    words: list[str],
+    integer_names: list[str],
+    integers: list[int],
+    with_map: bool,
+    statistics: list[str],
+) -> list[Tensor]:
     """`run_kernels` as an operator; options that are not among the tensors, words and integers are None."""
     by_name = dict(zip(tensor_names, tensors, strict=True))
     fixed = zip([*word_names, *integer_names], [*words, *integers], strict=True)

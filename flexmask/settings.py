@@ -64,10 +64,17 @@ class PrefillSettings:
     dense_layers: tuple[int, ...]
 
     def __init__(
-        self, method: str | Callable[..., BlockMask] = RECOMMENDED, *, block_size: int = 128, dense_below: int | None = None,
-        backend: str = "auto", max_mask_bytes: int = MAX_MASK_BYTES, layers: Mapping[int, Mapping[str, Any]] = {},  # copied
-        dense_layers: Any = (), **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        method: str | Callable[..., BlockMask] = RECOMMENDED,
+        *,
+        block_size: int = 128,
+        dense_below: int | None = None,
+        backend: str = "auto",
+        max_mask_bytes: int = MAX_MASK_BYTES,
+        layers: Mapping[int, Mapping[str, Any]] = {},  # copied
+        dense_layers: Any = (),
+        **options: Any,
+    ) -> None:
         if not isinstance(layers, Mapping):
             raise TypeError(f"layers must be a dict; got {type(layers).__name__}")
         if not isinstance(dense_layers, (set, frozenset)):
@@ -140,7 +147,7 @@ class PrefillSettings:
                 check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
-        """What differs from the defaults, in JSON types; ValueError for a method that is a function."""
+        """The options that differ from the defaults, in JSON types; ValueError for a method that is a function."""
         if callable(self.method):
             raise ValueError("method must be a name to be saved, one of flexmask.METHODS; got a function")
         keywords = self.keywords

@@ -65,12 +65,27 @@ def sparse_attention_varlen(
 ) -> Any: ...
 # fmt: on
 def sparse_attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = None,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, *, method: str | Callable[..., Any] = RECOMMENDED,
-    block_size: int = 128, scale: float | None = None, softcap: float | None = None, window: int | None = None,
-    sinks: Tensor | None = None, backend: str = "auto", dense_below: int | None = None, return_lse: bool = False,
-    return_stats: bool = False, max_mask_bytes: int = MAX_MASK_BYTES, **options: Any,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    method: str | Callable[..., Any] = RECOMMENDED,
+    block_size: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    dense_below: int | None = None,
+    return_lse: bool = False,
+    return_stats: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+    **options: Any,
+) -> Any:
     """Causal attention of packed sequences to themselves: each gets the result of its own `sparse_attention`.
 
     Layout and names are those of flash-attn's ``flash_attn_varlen_func`` with ``causal=True``.

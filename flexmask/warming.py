@@ -19,9 +19,18 @@ MANY_BLOCKS = (190, 370)
 
 
 def warmup(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, dtype: torch.dtype, device: torch.device | str,
-    v_head_dim: int | None = None, batch: int = 1, chunked: bool = False, padded: bool = False, **options: Any,
-) -> float:  # fmt: skip
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    v_head_dim: int | None = None,
+    batch: int = 1,
+    chunked: bool = False,
+    padded: bool = False,
+    **options: Any,
+) -> float:
     """Compile what `sparse_attention` needs for one shape of model, so later calls do not.
 
     Compiled code is kept for the process and serves all lengths. It is compiled again for

@@ -126,7 +126,7 @@ def by_flex(tensors: Tensors, mask: BlockMask, backend: str) -> clock.Call:
 
 
 def makers(tensors: Tensors, mask: BlockMask, only: Sequence[str]) -> dict[str, Callable[[], clock.Call]]:
-    """What makes each kernel's call."""
+    """A function that makes the call, by kernel."""
     key_heads, head_dim = tensors[1].shape[1], tensors[0].shape[-1]
 
     def flashinfer(backend: str) -> clock.Call:

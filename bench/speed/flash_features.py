@@ -111,7 +111,7 @@ def checked(changes: dict[str, Any], seconds: float = 150) -> dict[str, Any]:
 
 
 def checks(at_once: int) -> dict[str, dict[str, str]]:
-    """What was found of the output and the log-sum-exp, and the seconds that it took, by kind of call."""
+    """Findings about the output and the log-sum-exp, and the seconds that they took, by kind of call."""
     with ThreadPoolExecutor(at_once) as pool:
         verdicts = list(pool.map(checked, KINDS.values()))
     rows = {}

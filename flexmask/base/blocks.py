@@ -125,7 +125,7 @@ class BlockProblem:
         return torch.full(shape, option, dtype=widest_float(device), device=device)
 
     def blocks_seen(self) -> tuple[Tensor, Tensor]:
-        """How many key blocks each query block sees, (batch or 1, num_q_blocks) int, and the most of them, (batch or 1, 1)."""
+        """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int, and the most, (batch or 1, 1)."""
         number = self.seen.visible.sum(-1) if self.edges is None else self.edges.seen
         return number, number.amax(-1, keepdim=True)
 

@@ -111,9 +111,15 @@ def check_argument(name: str, x: Any, layout: str, shape: tuple[int, ...], kind:
 
 
 def check_inputs(
-    query: Tensor, key: Tensor, value: Tensor | None, scores: dict[str, float | None], window: int | None,
-    attention_mask: Tensor | None, q_offset: int | Tensor | None, sinks: Tensor | None,
-) -> None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    scores: dict[str, float | None],
+    window: int | None,
+    attention_mask: Tensor | None,
+    q_offset: int | Tensor | None,
+    sinks: Tensor | None,
+) -> None:
     """Check the arguments that every public function shares, reading no tensor's values; `scores` are scale and softcap."""
     _check_query_key(query, key)
     if value is not None:

@@ -100,10 +100,17 @@ SparseInputs = NewType("SparseInputs", AttentionInputs)
 
 
 def attention_inputs(
-    query: Tensor, key: Tensor, value: Tensor | None = None, *, scale: float | None = None, softcap: float | None = None,
-    window: int | None = None, attention_mask: Tensor | None = None, q_offset: int | Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
-) -> AttentionInputs:  # fmt: skip
+) -> AttentionInputs:
     """Check the arguments of a public function and fill in their defaults; query, key and value follow autocast."""
     query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
     scale, softcap, window, q_offset = (plain_number(x) for x in (scale, softcap, window, q_offset))

@@ -17,7 +17,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int32)
 
 
 def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
-    """Which blocks a mask keeps, as a dense map. Reads no value on the host.
+    """The blocks that a mask keeps, as a dense map. Reads no value on the host.
 
     The kernel must apply causality inside the block that cuts the diagonal, and windows and padding inside those that they cut.
 

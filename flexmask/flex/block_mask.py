@@ -119,7 +119,7 @@ def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
 
 
 def parts_of(mask: BlockMask) -> tuple[Selection, tuple[int, int], int | None, Tensor | None, Tensor | None] | None:
-    """What `block_mask` made a mask of; None if it is another's, was changed, or was made in a surrounding compilation."""
+    """The parts that `block_mask` made a mask of; None if another made or changed it, or a surrounding compilation."""
     maker = vars(mask).get("__reduce_ex__")
     if not isinstance(maker, functools.partial) or maker.func is not _pickled or maker.args[0]() is not mask:
         return None

@@ -68,9 +68,16 @@ _outside_the_graph = torch.compiler.disable(run_flex_attention)
 
 
 def _flex_attention(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: float, softcap: float | None,
-    options: dict[str, Any] | None, return_lse: bool, sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: BlockMask,
+    scale: float,
+    softcap: float | None,
+    options: dict[str, Any] | None,
+    return_lse: bool,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
     # arguments one by one: unread fields of a tuple would be guarded too
     if not is_traced():
         raise RuntimeError(

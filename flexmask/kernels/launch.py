@@ -93,12 +93,12 @@ class Kernel:
 
 
 def _alignment(addresses: list[int]) -> Hashable:
-    """What Triton specializes addresses on: whether 16 divides them; True where it divides all."""
+    """The alignment that Triton specializes on: True if 16 divides all addresses, else a bool each."""
     return functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
 
 
 def _kinds(numbers: list[int]) -> Hashable:
-    """What Triton specializes integers on; True where 16 divides all, and all take 32 bits."""
+    """The properties that Triton specializes integers on; True if 16 divides all, and all take 32 bits."""
     bits = functools.reduce(operator.or_, numbers, 0)
     return (bits % 16 == 0 and bits < 2**31) or tuple([(n < 2**31, n % 16 == 0, n == 1) for n in numbers])
 

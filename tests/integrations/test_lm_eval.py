@@ -24,7 +24,7 @@ def run(*words):
 
 
 def perplexity(folder, attention):
-    """What the harness writes about the answers."""
+    """The harness's own words about the answers."""
     model = f"pretrained=bench/retriever/model,dtype=float32,attn_implementation={attention}"
     done = run("--model_args", model, "--settings", json.dumps(NO_NEEDLES), "--output_path", str(folder / attention))
     assert done.returncode == 0, done.stderr

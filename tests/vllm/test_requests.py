@@ -1,4 +1,4 @@
-"""What the front end reads of a request, and what either model runner tells the engine."""
+"""The front end reads options of a request, and either model runner tells them to the engine."""
 
 from types import SimpleNamespace
 
