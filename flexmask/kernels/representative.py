@@ -161,7 +161,8 @@ def _pipeline_stages(block_size: int, tile: int, row_bytes: int, device: torch.d
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    if device.type != "cuda":
+    """Bytes per program on Hopper, where two stages were compiled and run; elsewhere those of the smallest GPUs."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return _SHARED_MEMORY
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
