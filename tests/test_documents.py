@@ -118,7 +118,7 @@ def names(tmp_path, page, monkeypatch):
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")  # a short prompt runs dense, and the adapter says so
 def test_code_runs(page, names):
-    """Block after block in one namespace; a ``text`` block is the expected output of the one before."""
+    """Block after block in one namespace; a ``text`` block is the expected output of the one before, if that prints."""
     for package in NEEDS.get(page, ()):
         if find_spec(package) is None:  # not imported: one of them would load a runtime that is not there
             pytest.skip(f"{package} is not installed")
@@ -129,8 +129,16 @@ def test_code_runs(page, names):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * block.line + block.code, str(ROOT / page), "exec"), names)
-        if after is not None and after.language == "text":
+        if after is not None and after.language == "text" and "print(" in block.code:
             assert differences(after.code, printed.getvalue()) == [], f"{page}, line {after.line + 1}"
+
+
+@pytest.mark.attention
+def test_the_summary_shown_is_what_its_command_prints():
+    from bench.sample import summary
+
+    (shown,) = blocks("integrations/README.md", "text")
+    assert differences(shown.code, str(summary())) == []
 
 
 def missing_imports(code: str) -> list[str]:
