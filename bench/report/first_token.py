@@ -17,16 +17,15 @@ from flexmask.plot.charts import LINES
 SHAPE = "llama-3.1-8b"
 _SHOWN = (32768, 65536, 131072)
 RANDOM = 0.2  # density of the random blocks that transformers was timed with
-VLLM_RANDOM = 0.1  # wanted density of those that an earlier version was timed with in vLLM, nearest to that of text at 64k
-_RANDOM_IN = {"device": "NVIDIA H200", "vllm": "0.26.0", "model": SHAPE, "gpus": 1, "run": None}  # that version's rows
+_H100 = {"device": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "model": SHAPE, "run": "nearest keys"}
 # pages, from README.md
 _ENGINES, _MODELS = "docs/serving.md#measurements", "bench/REPORT.md#whole-models"
-_VLLM_RANDOM = "bench/REPORT.md#vllm-with-random-blocks"
+_VLLM = "bench/REPORT.md#vllm-on-an-h100"
 _ERROR = "bench/FIDELITY.md#does-it-hold-at-my-length"
 
 
 def vllm(folder: Path = FOLDER, model: str = SHAPE, cache: str = "auto") -> pd.DataFrame:
-    """Seconds `dense` and `sparse`, their `ratio`, and `density`, by prompt tokens; so are the other two."""
+    """On an H200: seconds `dense` and `sparse`, their `ratio`, and `density`, by prompt tokens; so are the others."""
     rows = pd.read_csv(folder / "step-nvidia-h200.csv")
     rows = rows[(rows["kind"] == "ttft") & (rows["model"] == model) & (rows["kv_cache"] == cache)]
     return _paired(rows.assign(seconds=rows["milliseconds"] / 1e3), "attention", "stock", "hybrid")
@@ -43,17 +42,18 @@ def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
     return _paired(pd.DataFrame(_vllm_rows(folder, "first_seconds", chunk=None, **wanted)), "method", "stock", sparse)
 
 
-def vllm_random(folder: Path = FOLDER) -> pd.DataFrame:
-    """Of random blocks, by an earlier version."""
-    return vllm_prefills(folder, f"random blocks, {VLLM_RANDOM}", **_RANDOM_IN)
+def vllm_h100(folder: Path = FOLDER) -> pd.DataFrame:
+    """Of hybrid's nearest keys, on an H100."""
+    rows = pd.DataFrame(_vllm_rows(folder, "first_seconds", **_H100))
+    return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 
-def vllm_random_first_tokens(folder: Path = FOLDER) -> list[str]:
-    return first_tokens(_vllm_rows(folder, "first_seconds", **_RANDOM_IN))
+def vllm_first_tokens(folder: Path = FOLDER) -> list[str]:
+    return first_tokens(_vllm_rows(folder, "first_seconds", **_H100))
 
 
-def vllm_random_at_once(folder: Path = FOLDER) -> list[str]:
-    return throughput(_vllm_rows(folder, "tokens_per_second", **_RANDOM_IN))
+def vllm_at_once(folder: Path = FOLDER) -> list[str]:
+    return throughput(_vllm_rows(folder, "tokens_per_second", **_H100))
 
 
 def sglang(folder: Path = FOLDER) -> pd.DataFrame:
@@ -74,38 +74,34 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
     return paired.assign(ratio=paired["dense"] / paired["sparse"], density=own["sparse"]["density"].mean())
 
 
-def _cell(own: pd.Series, page: str, note: str = "", digits: int = 1) -> str:
+def _cell(own: pd.Series, page: str, digits: int = 1) -> str:
     """Seconds and their ratio, with the density in brackets."""
     density = percent(own["density"], digits)
-    return f"{own['dense']:.3f} to {own['sparse']:.3f} s, [{times(own['ratio'], 2)}]({page}) ({density}{note})"
+    return f"{own['dense']:.3f} to {own['sparse']:.3f} s, [{times(own['ratio'], 2)}]({page}) ({density})"
 
 
 def table(folder: Path = FOLDER) -> list[str]:
     """A row per length; the error is hybrid's on texts of that length."""
-    in_vllm, in_sglang, in_transformers = vllm(folder), sglang(folder), transformers(folder)
+    in_vllm, in_sglang, in_transformers = vllm_h100(folder), sglang(folder), transformers(folder)
     cells = []
     for tokens in _SHOWN:
-        if tokens in in_vllm.index:
-            first = _cell(in_vllm.loc[tokens], _ENGINES)
-        else:
-            first = _cell(vllm_random(folder).loc[tokens], _VLLM_RANDOM, ", random blocks")
         error = "not measured"
         if tokens in LENGTHS:
             kept, change = hybrid_at(language_model(tokens, folder))[["density", "abs_d"]].mean()
             error = f"[{number(change)}]({_ERROR}) ({percent(kept)})"
-        others = [_cell(in_sglang.loc[tokens], _ENGINES), _cell(in_transformers.loc[tokens], _MODELS, digits=0)]
-        cells.append([thousands(tokens), first, *others, error])
-    engines = ["vLLM 0.26 (density)", "SGLang 0.5.16", "transformers 5.17, random blocks"]
+        engines = [_cell(in_vllm.loc[tokens], _VLLM), _cell(in_sglang.loc[tokens], _ENGINES)]
+        cells.append([thousands(tokens), *engines, _cell(in_transformers.loc[tokens], _MODELS, digits=0), error])
+    engines = ["vLLM 0.26, H100 (density)", "SGLang 0.5.16, H200", "transformers 5.17, H200, random blocks"]
     return markdown_table(["prompt", *engines, "error*, SmolLM2-135M"], cells)
 
 
 def draw(axes: Any, folder: Path = FOLDER) -> None:
     """Ratios by length, a line per engine; a line ends where a length was not timed."""
     engines = {
-        "vLLM 0.26, density of text": vllm(folder),
-        "SGLang 0.5.16, density of text": sglang(folder),
-        f"transformers, random blocks, density {RANDOM:.0%}": transformers(folder),
-        "vLLM 0.26, random blocks, density 10% to 11%, an earlier version": vllm_random(folder),
+        "vLLM 0.26, H100, density of text": vllm_h100(folder),
+        "vLLM 0.26, H200, density of text": vllm(folder),
+        "SGLang 0.5.16, H200, density of text": sglang(folder),
+        f"transformers, H200, random blocks, density {RANDOM:.0%}": transformers(folder),
     }
     lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
     for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
@@ -121,6 +117,6 @@ def draw(axes: Any, folder: Path = FOLDER) -> None:
 
 TABLES = {
     "first-token": table,
-    "vllm-random-first-tokens": vllm_random_first_tokens,
-    "vllm-random-at-once": vllm_random_at_once,
+    "vllm-first-tokens": vllm_first_tokens,
+    "vllm-at-once": vllm_at_once,
 }

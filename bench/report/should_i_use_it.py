@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from bench.report.fidelity import LENGTHS, hybrid_at, language_model
-from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_prefills, vllm_random
+from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, number, percent
 from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
@@ -15,7 +15,7 @@ from bench.tables import markdown_table, thousands
 # pages, from docs/
 _ENGINES, _ERROR = "serving.md#measurements", "../bench/FIDELITY.md#does-it-hold-at-my-length"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
-_VLLM_RANDOM = "../bench/REPORT.md#vllm-with-random-blocks"
+_VLLM = "../bench/REPORT.md#vllm-on-an-h100"
 _LATENT, _MIXTURES = "serving.md#deepseek-v3s-attention", "serving.md#mixtures-and-sinks"
 _SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
 _ON_FLASH = "hybrid, gamma 0.1, min_budget 2688, min_coverage 0, backend flash"
@@ -30,9 +30,6 @@ def _gains(figures: pd.DataFrame, page: str, note: str = "") -> list[str]:
 
 def models(folder: Path = FOLDER) -> list[str]:
     """Gains by model family and engine."""
-    timed, of_random = _gains(vllm(folder), _ENGINES), _gains(vllm_random(folder), _VLLM_RANDOM, ", random blocks")
-    # random blocks where hybrid was not timed
-    in_vllm = [other if own == "-" else own for own, other in zip(timed, of_random, strict=True)]
     latent = vllm_prefills(folder, _ON_FLASH, model="deepseek-v3-dense", vllm="0.26.0", run="without the floor")
     mixture = vllm_prefills(folder, "random_blocks, density 0.1", model="qwen3-next-dense", vllm="0.33.0")
     sinks = vllm_prefills(folder, "random_blocks, density 0.17", model="gpt-oss-4-experts", vllm="0.33.0")
@@ -42,7 +39,8 @@ def models(folder: Path = FOLDER) -> list[str]:
     as_its_row = "[as its row says](../integrations/huggingface/SUPPORT.md)"
     none = ["-"] * len(_GAINS)
     rows = [
-        ["Llama 3.1 8B", "vLLM 0.26", *in_vllm, served],
+        ["Llama 3.1 8B", "vLLM 0.26", *_gains(vllm(folder), _ENGINES), served],
+        ["the same", "vLLM 0.26, H100", *_gains(vllm_h100(folder), _VLLM), served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],
         ["the same", "SGLang 0.5.16", *_gains(sglang(folder), _ENGINES), served],
         ["the same", "transformers, random blocks", *_gains(transformers(folder), _MODELS), in_transformers],
