@@ -9,7 +9,7 @@ from tests.vllm.bounds import FAULTS, SGLANG, VLLM, beyond
 
 RESULTS = ROOT / "bench/results"
 MASKS = read_rows(RESULTS / "agreement-adapter-cpu.jsonl")
-ENGINES = {"nvidia-h200": VLLM, "sglang-nvidia-h200": SGLANG}
+ENGINES = {"nvidia-h200": VLLM, "sglang-nvidia-h200": SGLANG, "sglang-nvidia-h100": SGLANG}
 
 
 @pytest.mark.parametrize("file", ENGINES)
