@@ -17,7 +17,7 @@ ORDER = (
 # and these from no others
 BELOW: dict[str, set[str]] = {
     "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation"},
-    "export": {"_torch", "base", "flex"}, "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
+    "export": {"_torch", "base", "flex", "plain"}, "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
     "plot": {"base"},
 }  # fmt: skip
 

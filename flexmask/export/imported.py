@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask import plain
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.checks import check_int
-from flexmask.base.inputs import AttentionInputs
 from flexmask.base.options import check_block_size, check_count
 from flexmask.base.selection import Selection, block_lists
-from flexmask.base.visibility import block_visibility, num_blocks, token_validity
-from flexmask.flex.block_mask import block_mask
+from flexmask.base.visibility import num_blocks
+from flexmask.flex.block_mask import block_mask, inputs_of_mask
 
 _TITLE = "imported"
 
@@ -76,22 +77,13 @@ def from_block_map(
             raise ValueError(f"attention_mask must be ({batch}, {kv_len}); got {tuple(attention_mask.shape)}")
         attention_mask = attention_mask.to(block_map.device) != 0
     offset = None if q_offset is None else torch.full((batch,), q_offset, dtype=torch.int32, device=block_map.device)
-    keep = block_map != 0
-
-    tokens = token_validity(q_len, kv_len, offset, attention_mask, keep)
-    seen = block_visibility(tokens, block_size, window)
-    unseen = keep & ~seen.visible[:, None]
+    inputs = inputs_of_mask(block_map, (q_len, kv_len), window, attention_mask, offset)
+    problem, keep = cut_into_blocks(inputs, block_size, plain), block_map != 0
+    unseen = keep & ~problem.visible
     _refuse_first(unseen, "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees")
-    kv_block = torch.arange(blocks[1], device=keep.device)
-    first, last = seen.first_row_block.unsqueeze(-1), seen.last_row_block.unsqueeze(-1)
-    diagonal = (((kv_block == first) | (kv_block == last)) & seen.visible)[:, None]
-    lost = diagonal & ~keep & keep.any(-1, keepdim=True)
+    lost = problem.own & problem.visible & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
-
-    selection = Selection(block_lists(keep, seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE)
-    # of query and key a mask reads only lengths and device
-    query, key = (keep.new_empty(()).expand(batch, 1, length, 1) for length in (q_len, kv_len))
-    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset(), selection)
+    return block_mask(inputs, Selection(block_lists(keep, problem.seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE))
 
 
 def from_index_list(

@@ -155,10 +155,16 @@ def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...
 def _unpickled(
     selection: Selection, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
 ) -> BlockMask:
-    """`block_mask` from its parts; of query and key it reads only lengths and device."""
-    indices = selection.lists.kv_indices
-    query, key = (indices.new_empty(()).expand(indices.shape[0], 1, length, 1) for length in lengths)
-    return block_mask(AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset(), selection)
+    """`block_mask` from its parts."""
+    return block_mask(inputs_of_mask(selection.lists.kv_indices, lengths, window, attention_mask, offset), selection)
+
+
+def inputs_of_mask(
+    of_batch: Tensor, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
+) -> SparseInputs:
+    """Inputs of a mask, which of query and key reads only lengths and device, for as many batch rows as `of_batch` has."""
+    query, key = (of_batch.new_empty(()).expand(of_batch.shape[0], 1, length, 1) for length in lengths)
+    return AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset()
 
 
 def block_mask_from_lists(
