@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 
 from bench.intervals import over_files
+from bench.report import LINES
 from bench.report.rows import ERROR, FOLDER, NAMES, Curves, interval, number, percent, read, usual
 from bench.report.speed import call_rows, speed_up, times
 from bench.tables import markdown_table, thousands
-from flexmask.plot.charts import LINES
 
 LENGTHS = (8192, 16384, 32768, 65536)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
+from bench.report import LINES
 from bench.report.fidelity import LENGTHS, hybrid_at, language_model
 from bench.report.rows import FOLDER, number, percent
 from bench.report.speed import DENSE, model_rows, times
 from bench.serving.table import Row, engine_rows, first_tokens, throughput
 from bench.tables import markdown_table, thousands
-from flexmask.plot.charts import LINES
 
 SHAPE = "llama-3.1-8b"
 _SHOWN = (32768, 65536, 131072)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from bench.report import LINES
 from bench.report.rows import FOLDER, read
 from bench.tables import markdown_table, thousands
-from flexmask.plot.charts import LINES
 
 LENGTHS = (16384, 32768, 65536, 131072)
 DENSITIES = (0.05, 0.1, 0.2, 0.3, 0.5)
