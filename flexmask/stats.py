@@ -70,7 +70,6 @@ class SelectionStats:
 
 
 _FIELDS = {statistic.name: statistic.metadata for statistic in fields(SelectionStats) if statistic.metadata}
-DTYPES: dict[str, torch.dtype] = {name: kind["dtype"] for name, kind in _FIELDS.items()}
 TENSORS = tuple(_FIELDS)  # names of the fields that are tensors
 STATISTICS = tuple(name for name in TENSORS if name != "is_dense")  # of those that a selection computes
 FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # of those that need no map of blocks

@@ -55,7 +55,7 @@ class Output:
     def result(self, document: dict[str, Any]) -> None:
         """The result as a JSON document, if requested; NaN and infinity become null."""
         if self.as_json:
-            from flexmask.integrations.record.files import finite
+            from flexmask.integrations.record.calls import finite
 
             print(json.dumps(finite(document), indent=2, default=str))
 

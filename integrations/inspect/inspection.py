@@ -21,7 +21,7 @@ from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.inspect.attention_held import HeldAttention
 from flexmask.integrations.record import PrefillRun, RunSummary
-from flexmask.integrations.record.files import finite
+from flexmask.integrations.record.calls import finite
 from flexmask.settings import PrefillSettings
 
 RULE = (

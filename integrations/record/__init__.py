@@ -1,12 +1,11 @@
-"""The record of one model's prefill calls: statistics, summary, file."""
+"""The record of one model's prefill calls: statistics and summary."""
 
 from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -14,16 +13,11 @@ from flexmask._torch import is_fake, is_traced
 from flexmask.base.checks import check_int, plain_number
 from flexmask.integrations.record.calls import MOST_REASONS, LayerTotals, RecordedCall, rows_of
 from flexmask.integrations.record.calls import CallSize as CallSize
-from flexmask.integrations.record.files import SavedRun, load_run, save_run
 from flexmask.integrations.record.summary import LayerSummary as LayerSummary
 from flexmask.integrations.record.summary import RunSummary as RunSummary
 from flexmask.integrations.record.summary import summary_of
-from flexmask.plot import plot_density
 from flexmask.settings import PrefillSettings
 from flexmask.stats import SelectionStats
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MAX_CALLS = 512  # per layer; a call of 32 heads takes 4.8 kB on the host and 4 kB on a GPU: 150 MB for 32 layers
 
@@ -181,43 +175,6 @@ class PrefillRun:
         # without the lock: this waits for a device while calls go on
         totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
         return summary_of(totals, self.method, prefills, sequences, tokens, sum(total.calls for total in dropped.values()))
-
-    def to_pandas(self) -> Any:
-        """`rows` as a pandas.DataFrame; ImportError without pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_pandas needs pandas: pip install pandas; rows() gives the same as a list of dicts") from error
-        return pandas.DataFrame(self.rows())
-
-    def save(self, path: str | Path) -> Path:
-        """Write settings and statistics as JSON for `load`, without masks. Returns the path.
-
-        ValueError for a `method` that is a function: only names can be saved.
-        """
-        path = Path(path)
-        with self._lock:
-            saved = SavedRun(self.settings, *self._state(), dict(self.tokens), dict(self.sequences))
-        save_run(path, saved)
-        return path
-
-    @classmethod
-    def load(cls, path: str | Path) -> PrefillRun:
-        """Read a run that `save` wrote, without a cap on calls; OSError without a file, ValueError for another one."""
-        saved = load_run(Path(path))
-        run = cls(saved.settings, max_calls=None)
-        for layer, calls in saved.calls.items():
-            for call in calls:
-                run.record(layer, call.stats, None, call.reason, None, call.size)
-            run.calls[layer] = list(calls)
-        run.tokens.update(saved.tokens)
-        run.sequences.update(saved.sequences)
-        run._dropped.update(saved.dropped)
-        return run
-
-    def plot(self) -> Axes:
-        """`flexmask.plot.plot_density` of this run."""
-        return plot_density(self)
 
     def reset(self) -> None:
         """Forget all calls so far; settings stay."""

@@ -100,6 +100,15 @@ def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
     return rows
 
 
+def finite(value: Any) -> Any:
+    """The value with None for floats that are not finite, which JSON lacks; tuples become lists."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass
 class LayerTotals:
     """Sums over calls of one layer; those of sparse calls stay on their device until read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flexmask.integrations.record.files import write_json
 from flexmask.integrations.tune.head_errors import HeadErrors
 
 _FORMAT = "flexmask tune 1"
@@ -60,7 +60,10 @@ class MeasuredErrors:
             return
         errors = [{str(layer): list(errors) for layer, errors in layers.items()} for layers in self.by_prompt]
         saved = {"format": _FORMAT, "made_of": self.made_of, "complete": self.complete, "dense": self.dense, "errors": errors}
-        write_json(self.path, saved)
+        # an interruption leaves the former file
+        part = self.path.with_name(self.path.name + ".part")
+        part.write_text(json.dumps(saved, allow_nan=False), encoding="utf-8")
+        os.replace(part, self.path)
 
     def choices(self) -> dict[tuple[int, int], list[AtGamma]]:
         """By layer and head: share of all blocks and error at each gamma, means over prompts."""

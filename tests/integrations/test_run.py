@@ -1,7 +1,7 @@
 """A run's rows, summary and bounds, on recorded calls."""
 
 import json
-import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 
 from flexmask import SelectionStats
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
-from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize
+from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize, LayerTotals
 from tests.integrations.recorded_calls import HEADS, dense_stats, recorded, stats_of, without_nan
 
 
@@ -187,29 +187,24 @@ def test_an_empty_run_has_an_empty_summary():
     assert str(summary) == "<RunSummary: 0 prefills, 0 tokens in all, 0 of 0 layers sparse>"
 
 
-def test_pandas_has_the_rows():
-    pytest.importorskip("pandas")
-    run = recorded(2)
-    table = run.to_pandas()
-    assert list(table.columns) == list(run.rows()[0])
-    assert without_nan(table[["layer", "head", "density"]].to_dict("records")) == [
-        {name: row[name] for name in ("layer", "head", "density")} for row in run.rows()
-    ]
+def test_calls_of_other_threads_wait_while_the_record_is_read(monkeypatch):
+    run, copied = recorded(10, max_calls=4), LayerTotals.with_calls
+    read, threads = [], []
 
+    def watched(totals, calls):
+        if calls == () and totals is run._dropped[0]:  # the record is read
+            thread = threading.Thread(target=run.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
+            thread.start()
+            thread.join(0.05)
+            read.append(thread.is_alive())
+            threads.append(thread)
+        return copied(totals, calls)
 
-def test_missing_pandas_is_said(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"to_pandas needs pandas: pip install pandas; rows\(\) gives"):
-        recorded(1).to_pandas()
-
-
-def test_plot_shows_the_rows():
-    pytest.importorskip("matplotlib").use("Agg")
-    import matplotlib.pyplot as plt
-
-    run = recorded(1)
-    assert run.plot().get_images()[0].get_array()[0].tolist() == pytest.approx(run.stats[0][0].density[0].tolist())
-    plt.close("all")
+    monkeypatch.setattr(LayerTotals, "with_calls", watched)
+    for look in (run.rows, run.summary):
+        look()
+        threads[-1].join()
+    assert read == [True] * 2
 
 
 @pytest.mark.gpu
