@@ -82,7 +82,7 @@ def attend(
         for group in groups:
             part, key_heads, selection, kernel = whole.of_heads(group), plan.key_heads[group.key], None, backend
             if measured or with_maps or not all(key_heads):
-                selection = select_blocks(selector, part, group.query, with_maps, measured)
+                selection = select_blocks(selector.of_heads(group.query), part, with_maps, measured)
                 selections.append(selection)
                 if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
                     # FLASH then packs a key head's query heads into one tile

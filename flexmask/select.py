@@ -35,17 +35,13 @@ Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | 
 
 
 def select_blocks(
-    selector: CallSelector,
-    inputs: SparseInputs,
-    heads: slice | None = None,
-    with_map: bool = False,
-    statistics: tuple[str, ...] = (),
+    selector: CallSelector, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
 ) -> Selection:
-    """Choose the blocks of every head, outside of autograd and autocast; `heads` of the call (default: all) are in `inputs`."""
+    """Choose the blocks of every head, outside of autograd and autocast."""
     with torch.no_grad(), without_autocast(inputs.query.device):
         query, by_kernels = inputs.query, selector.runs_kernels(inputs.query)
         # a launch takes numbers as they are
-        tensors = option_tensors(selector, query, heads, keep_numbers=by_kernels and not is_traced())
+        tensors = option_tensors(selector, query, keep_numbers=by_kernels and not is_traced())
         if by_kernels:
             run = _as_one_operator if is_traced() else run_kernels
             return run(selector, inputs, tensors, with_map, statistics)
@@ -152,14 +148,12 @@ def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
 
 
-def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None, keep_numbers: bool = False) -> dict[str, Tensor]:
+def option_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool = False) -> dict[str, Tensor]:
     """The options that are numbers as tensors in `widest_float`, so another value is not another compilation.
 
-    Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2) are for `heads` of the call.
+    Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
     method, options = selector.method, selector.options
-    if heads is not None:
-        options = {**options, **{name: _of_heads(options[name], heads) for name in (*method.shares, *method.pairs)}}
     floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
     # torch 2.5 cannot trace |=
     tensors = {name: _written(query.device, options[name]) for name in (*floats, *method.pairs)}
@@ -168,10 +162,6 @@ def option_tensors(selector: CallSelector, query: Tensor, heads: slice | None, k
         if not (keep_numbers and isinstance(share, float)):
             tensors[name] = share if isinstance(share, Tensor) else _written(query.device, share, (query.shape[1],))
     return tensors
-
-
-def _of_heads(value: Any, heads: slice) -> Any:
-    return value[heads] if isinstance(value, (tuple, Tensor)) and len(value) > 1 else value
 
 
 def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:

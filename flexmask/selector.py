@@ -94,6 +94,25 @@ class Selector:
     block_size: int
     options: dict[str, Any]  # defaults filled in; by head a number, a tuple or a tensor
 
+    @property
+    def num_heads(self) -> int | None:
+        """Number of heads that an option has a number for; None if the options hold for any."""
+        shares, pairs = ([self.options[name] for name in names] for names in (self.method.shares, self.method.pairs))
+        by_head = [x for x in shares if isinstance(x, (tuple, Tensor))]
+        by_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
+        return len(by_head[0]) if by_head else None
+
+    def of_heads(self, heads: slice) -> Selector:
+        """The same for some heads, of options that `options_of_heads` compared with all."""
+        return Selector(self.method, self.block_size, self._cut_options(heads))
+
+    def _cut_options(self, heads: slice) -> dict[str, Any]:
+        cut = dict(self.options)
+        for name in (*self.method.shares, *self.method.pairs):
+            if isinstance(cut[name], (tuple, Tensor)) and len(cut[name]) > 1:
+                cut[name] = cut[name][heads]
+        return cut
+
     def options_of_heads(self, query: Tensor) -> dict[str, Any]:
         """Its options, those by head compared with the heads of `query`, of which no value is read."""
         filled, num_heads = dict(self.options), query.shape[1]
@@ -145,6 +164,10 @@ class CallSelector(Selector):
     keeps_all: list[bool]  # by query head
     head_bytes: int  # of one head's mask in one batch row while it is made, or listed for FLASH
     row_numbers: int  # `Method.row_numbers`, at least 1 of a method that has it, else 0
+
+    def of_heads(self, heads: slice) -> CallSelector:
+        options, keeps_all = self._cut_options(heads), self.keeps_all[heads]
+        return CallSelector(self.method, self.block_size, options, keeps_all, self.head_bytes, self.row_numbers)
 
     def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
         """The heads of the call in groups whose masks fit into so many bytes, a head at least."""

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ class PrefillSettings:
         for layer in range(number):
             num_heads = heads[layer] if isinstance(heads, tuple) else heads
             if num_heads is not None and layer not in self.dense_layers:
-                check_heads(self.selector(layer), num_heads, f"layer {layer}: ")
+                with_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from the defaults, in JSON types; ValueError for a method that is a function."""
@@ -219,10 +219,10 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def check_heads(selector: Selector, num_heads: int, where: str) -> None:
-    """Refuse numbers by head that do not fit; `where` opens the message."""
+def with_heads(selector: Selector, num_heads: int, where: str = "") -> Selector:
+    """The selector with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
     try:
-        selector.options_of_heads(torch.empty(()).expand(1, num_heads, 1, 1))
+        return replace(selector, options=selector.options_of_heads(torch.empty(()).expand(1, num_heads, 1, 1)))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 

@@ -77,7 +77,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
     for group in selector.groups(inputs, MAX_MASK_BYTES):
-        lists = select_blocks(selector, inputs.of_heads(group), group.query).lists
+        lists = select_blocks(selector.of_heads(group.query), inputs.of_heads(group)).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]
         of += lists.kv_num_blocks.numel() * (blocks + 1) // 2

@@ -150,7 +150,7 @@ def random_times(
     times.kernels, times.share = {kernel}, query.shape[1] / heads
     calls: list[Callable[[], Any]] = [dense_calls(inputs)[kernel]]
     if densities:
-        calls.append(lambda: block_mask(inputs, select_blocks(selector, inputs, group.query)))
+        calls.append(lambda: block_mask(inputs, select_blocks(selector.of_heads(group.query), inputs)))
         backend = chosen_backend(call_options.backend, inputs, selector.block_size)
         plan = call_options.policy.plan(whole, selector)
     for number, density in enumerate(densities):
@@ -213,4 +213,4 @@ def select_all(inputs: SparseInputs, selector: CallSelector, max_mask_bytes: int
     """Make the masks of all heads as attention does."""
     for group in selector.groups(inputs, max_mask_bytes):
         part = inputs.of_heads(group)
-        block_mask(part, select_blocks(selector, part, group.query))
+        block_mask(part, select_blocks(selector.of_heads(group.query), part))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from flexmask.integrations.huggingface.packed import in_one_row, in_rows
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.selector import Selector
-from flexmask.settings import PrefillSettings
+from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
 
 
@@ -109,15 +108,13 @@ class PrefillCall(NamedTuple):
 
 def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
     """`selector` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
-    local = {}
-    for name in (*selector.method.shares, *selector.method.pairs):
-        value = selector.options[name]
-        by_head = isinstance(value, tuple) and (name in selector.method.shares or isinstance(value[0], tuple))
-        if by_head and len(value) != num_heads and len(value) % num_heads == 0:
-            rank = _rank(module, len(value) // num_heads)
-            if rank is not None:
-                local[name] = value[rank * num_heads : (rank + 1) * num_heads]
-    return replace(selector, options={**selector.options, **local}) if local else selector
+    named = selector.num_heads
+    if named is None or named == num_heads or named % num_heads:
+        return selector
+    rank = _rank(module, named // num_heads)
+    if rank is None:
+        return selector
+    return with_heads(selector, named).of_heads(slice(rank * num_heads, (rank + 1) * num_heads))
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

@@ -11,10 +11,9 @@ from torch import Tensor
 from flexmask.attend import CallOptions
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.base.options import pairs_by_head
 from flexmask.dense_policy import by_head_dim
 from flexmask.selector import Selector
-from flexmask.settings import PrefillSettings, check_heads
+from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats
 
 _CHUNK = (400, 1000)  # rows and tokens of a chunk that every method must serve
@@ -75,30 +74,16 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
         return reason
     # only single heads run dense; the plan decides about lengths
     always = call_options.policy._replace(dense_below=min(call_options.policy.dense_below, 1))
+    selector = with_heads(settings.selector(number), shape.num_heads * ranks, f"layer {number}: ")
     layer = SparseLayer(
         **vars(shape),
         number=number,
-        selector=_of_rank(settings.selector(number), number, shape.num_heads, rank, ranks),
+        selector=selector.of_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options._replace(policy=always),
         dense_below=call_options.policy.dense_below,
     )
     keeps_all = layer.selector.for_inputs(layer.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all
     return call_options.policy.by_selection(keeps_all) or layer
-
-
-def _of_rank(selector: Selector, number: int, num_heads: int, rank: int, ranks: int) -> Selector:
-    """The selector with the options of this rank's `num_heads` heads."""
-    all_heads, local = num_heads * ranks, slice(rank * num_heads, (rank + 1) * num_heads)
-    check_heads(selector, all_heads, f"layer {number}: ")
-    method, options = selector.method, dict(selector.options)
-    for name in method.shares:
-        if isinstance(options[name], tuple):
-            options[name] = options[name][local]
-    for name, make in method.pairs.items():
-        value = make(all_heads) if make is not None and options[name] is None else options[name]
-        pairs = pairs_by_head(name, value, all_heads)
-        options[name] = pairs[local] if len(pairs) > 1 else pairs
-    return replace(selector, options=options)
 
 
 def attend(

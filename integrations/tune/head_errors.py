@@ -53,7 +53,7 @@ def head_errors(
         at_once = max_mask_bytes // max(with_gamma.head_bytes for with_gamma in by_gamma)
         for group in head_groups(query, whole.key, at_once, selector.method.shared):
             part = whole.of_heads(group)
-            keep = torch.stack([_kept(with_gamma, part, group.query, visible) for with_gamma in by_gamma], 2)[0]
+            keep = torch.stack([_kept(with_gamma.of_heads(group.query), part, visible) for with_gamma in by_gamma], 2)[0]
             density[group.query] = keep.sum((-2, -1)).to(density.dtype) / visible.sum()
             for one in head_groups(part.query, part.key, num_heads // inputs.key.shape[1]):  # of one key head
                 heads = slice(group.query.start + one.query.start, group.query.start + one.query.stop)
@@ -62,11 +62,11 @@ def head_errors(
     return out, HeadErrors(int(visible.sum()), density.tolist(), error.tolist())
 
 
-def _kept(selector: CallSelector, inputs: SparseInputs, heads: slice, visible: Tensor) -> Tensor:
+def _kept(selector: CallSelector, inputs: SparseInputs, visible: Tensor) -> Tensor:
     """(1, num_heads, num_q_blocks, num_kv_blocks) bool."""
     if all(selector.keeps_all):
         return visible[:, None].expand(-1, inputs.query.shape[1], -1, -1)
-    keep = select_blocks(selector, inputs, heads, with_map=True).keep
+    keep = select_blocks(selector, inputs, with_map=True).keep
     assert keep is not None
     return keep
 
