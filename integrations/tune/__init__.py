@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_real, check_word, plain_numbers
+from flexmask.base.checks import check_word, plain_numbers
+from flexmask.base.options import check_share
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
@@ -34,7 +35,6 @@ def tune(
     error: float | None = None,
     gammas: Sequence[float] | None = None,
     gradient: bool = False,
-    attention_mask: Tensor | None = None,
     resume: str | Path | None = None,
     progress: bool | Callable[[int, int], None] = True,
     **options: Any,
@@ -50,8 +50,8 @@ def tune(
     model
         As in `sparse_prefill`, in one process.
     input_ids
-        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt, longer than a block, of equal
-        weight. Use prompts as long as those to come: density falls with the length.
+        (length,) or (batch, length) integer, or a sequence of such tensors. Every row is a prompt without padding, longer than a
+        block, of equal weight. Use prompts as long as those to come: density falls with the length.
     method
         A name in `flexmask.METHODS` whose option gamma may differ by head. Default ``"hybrid"``.
     density
@@ -64,8 +64,6 @@ def tune(
         Weigh errors by the prompt's next-token loss L: ``sum over tokens t of (dL/do_t . (o_gamma,t - o_t))^2`` / scored tokens,
         in squared nats, from one backward pass over at most 4,096 evenly spaced tokens. Takes the memory of training without
         gradients of weights (less with checkpointed activations), plus q, k, v of all layers. Default False, to save that memory.
-    attention_mask
-        (batch, length), nonzero = token, for `input_ids` of one tensor; other tokens are cut out.
     resume
         JSON file to write after each layer and to continue from. Default: none.
     progress
@@ -111,7 +109,7 @@ def tune(
     base = PrefillSettings(method, **options)
     base.check_model(text_config(inner))
     chosen = _checked_gammas(METHODS[method].gammas if gammas is None else gammas)
-    prompts = _prompts(input_ids, attention_mask, base.block_size)
+    prompts = _prompts(input_ids, base.block_size)
     check_servable(inner)
     check_in_one_process(inner, "tune")
     left_out = ("_name_or_path", "transformers_version", CONFIG_KEY)
@@ -176,13 +174,11 @@ def _checked_gammas(gammas: Any) -> tuple[float, ...]:
     if not isinstance(gammas, tuple) or not gammas:
         raise TypeError(f"gammas must be a sequence of numbers, at least one; got {gammas!r}")
     for number, gamma in enumerate(gammas):
-        check_real(f"gammas[{number}]", gamma)
-        if not 0 < gamma <= 1:
-            raise ValueError(f"gammas[{number}] must be in (0, 1]; got {gamma}")
+        check_share(f"gammas[{number}]", gamma)
     return tuple(sorted({float(gamma) for gamma in gammas}))
 
 
-def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tensor]:
+def _prompts(input_ids: Any, block_size: int) -> list[Tensor]:
     given = [input_ids] if isinstance(input_ids, Tensor) else list(input_ids) if isinstance(input_ids, (list, tuple)) else []
     if not given or not all(isinstance(tensor, Tensor) for tensor in given):
         raise TypeError(f"input_ids must be a tensor or a sequence of tensors; got {type(input_ids).__name__}")
@@ -191,15 +187,6 @@ def _prompts(input_ids: Any, attention_mask: Any, block_size: int) -> list[Tenso
         if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             raise ValueError(f"input_ids must be (length,) or (batch, length) integer; got {tuple(ids.shape)} {ids.dtype}")
         rows += ids.reshape(-1, ids.shape[-1])
-    if attention_mask is not None:
-        if not isinstance(input_ids, Tensor) or not isinstance(attention_mask, Tensor):
-            raise TypeError("attention_mask must be a tensor, with an input_ids that is one tensor")
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask must have input_ids' shape {tuple(input_ids.shape)}; got {tuple(attention_mask.shape)}"
-            )
-        masks = attention_mask.reshape(-1, attention_mask.shape[-1]).to(input_ids.device)
-        rows = [row[mask != 0] for row, mask in zip(rows, masks, strict=True)]
     for row in rows:
         if len(row) <= block_size:
             raise ValueError(f"input_ids must hold more than block_size ({block_size}) tokens a prompt; got {len(row)}")

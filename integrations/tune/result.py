@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flexmask.base.checks import check_real
+from flexmask.base.options import check_share
 from flexmask.integrations.tune.measured import AtGamma, MeasuredErrors
 from flexmask.settings import PrefillSettings
 
@@ -94,9 +95,7 @@ def check_target(density: float | None, error: float | None) -> None:
     if (density is None) == (error is None):
         raise ValueError(f"density or error must be given, and not both; got density {density} and error {error}")
     if density is not None:
-        check_real("density", density)
-        if not 0 < density <= 1:
-            raise ValueError(f"density must be in (0, 1]; got {density}")
+        check_share("density", density)
     if error is not None:
         check_real("error", error)
         if error < 0:
