@@ -84,9 +84,7 @@ def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefil
         layer = -1 if index is None else index
         return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
     layer, settings = scope.session.layer_of(module), scope.run.settings
-    selector = scope.selectors.get((layer, num_heads))
-    if selector is None:
-        selector = scope.selectors[layer, num_heads] = of_local_heads(settings.selector(layer), module, num_heads)
+    selector = of_local_heads(settings.selector(layer), module, num_heads)
     return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
 
 

@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from flexmask.found_settings import found_settings, named_settings
-from flexmask.integrations.huggingface.compat import NAME, text_config, unwrapped
+from flexmask.integrations.huggingface.compat import text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.integrations.huggingface.wrappers import attention_in
 from flexmask.settings import CONFIG_KEY, PrefillSettings
 
+_of_process: PrefillSettings | None = None
 
-def process_settings() -> PrefillSettings | None:
-    """The settings that `register` gave to the whole process."""
-    return getattr(attention_in(AttentionInterface().get(NAME)), "keywords", {}).get("process")
+
+def set_process_settings(settings: PrefillSettings | None) -> None:
+    """Use these settings in the whole process; None leaves those that it has."""
+    global _of_process
+    _of_process = settings or _of_process
 
 
 def settings_for(config: Any, named: PrefillSettings | None = None) -> PrefillSettings:
     """The named settings, else the process's, the config's, or the defaults."""
-    return found_settings(named or process_settings(), config, saved=configured)[0]
+    return found_settings(named or _of_process, config, saved=configured)[0]
 
 
 def model_settings(

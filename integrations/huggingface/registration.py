@@ -6,7 +6,6 @@ A forward calls `mask_entry` -> `prefill_mask` (mask.py) for its kinds of layers
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import warnings
@@ -29,7 +28,7 @@ from flexmask.found_settings import named_settings
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
-from flexmask.integrations.huggingface.model_config import process_settings
+from flexmask.integrations.huggingface.model_config import set_process_settings
 from flexmask.integrations.huggingface.session import own_name, sweep
 from flexmask.integrations.huggingface.wrappers import around, attention_in, code_of, codes, home, is_attention
 from flexmask.settings import PrefillSettings
@@ -67,37 +66,30 @@ def register(
     """
     check_release(transformers.__version__)
     check_word("name", name, (NAME, "flex_attention"))
-    process = named_settings(method, settings, **options) or process_settings()
+    set_process_settings(named_settings(method, settings, **options))
     for entry in {NAME, name}:
         known = AttentionMaskInterface().get(entry)
         # before attention, which would get no masks without
         if known is None or home(known).startswith("transformers."):
             AttentionMaskInterface.register(entry, mask_entry)
-        _register(entry, process)
+        _register(entry)
 
 
-def _register(name: str, settings: PrefillSettings | None) -> None:
+def _register(name: str) -> None:
     """Register attention inside the wrappers that other libraries put around the name."""
-    new: Any = functools.partial(attention_entry, process=settings)
     known: Any = AttentionInterface().get(name)
     ours = attention_in(known)
     if known is None:
-        AttentionInterface.register(name, new)
+        AttentionInterface.register(name, attention_entry)
     elif ours is None:
         _warn(
             known, f"stands for {name!r} in transformers and shows no attention function inside; options of register do not run"
         )
-    elif not isinstance(ours, functools.partial):  # transformers'
-        AttentionInterface.register(name, around(known, new) or new)
-    elif ours.keywords["process"] is not settings:
-        # the same settings keep their partial: another would recompile compiled forwards
-        if ours is known:
-            AttentionInterface.register(name, new)
-        else:
-            ours.keywords["process"] = settings
+    elif ours is not attention_entry:  # transformers'
+        AttentionInterface.register(name, around(known, attention_entry) or attention_entry)
     # the object in which models look up names, and where other libraries put wrappers
     local = ALL_ATTENTION_FUNCTIONS[name]
-    if attention_in(local) is not None and not isinstance(attention_in(local), functools.partial):
+    if attention_in(local) not in (None, attention_entry):
         ALL_ATTENTION_FUNCTIONS[name] = around(local, AttentionInterface()[name])
 
 
@@ -108,7 +100,6 @@ def attention_entry(
     value: Tensor,
     attention_mask: Tensor | BlockMask | None,
     dropout: float = 0.0,
-    process: PrefillSettings | None = None,  # noted by `register`
     **kwargs: Any,
 ) -> Any:
     """`attention` (attention.py), inside the wrappers that the model's own attention function has; most have none."""
@@ -163,7 +154,7 @@ def _number(layer: type, name: str | None, called_name: str | None) -> int:
     called, stock, sdpa = (_function_of(layer, wanted) for wanted in (called_name, name, "sdpa"))
     key = (id(stock), id(sdpa), id(called))
     if key not in _numbered:
-        is_ours = isinstance(attention_in(stock), functools.partial)
+        is_ours = attention_in(stock) is attention_entry
         # libraries wrap what is registered, and a model's own eager attention is not
         alone = stock is None or is_ours or (name == "eager" and is_attention(stock))
         entries = [sdpa] if alone else [stock, sdpa]

@@ -22,7 +22,6 @@ from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.precision import locked
-from flexmask.selector import Selector
 from flexmask.settings import CONFIG_KEY, PrefillSettings
 
 SESSION = "_flexmask_session"  # attribute of a model's modules
@@ -78,8 +77,6 @@ class Scope:
     holder: ref[Any]  # what keeps the scope open, as a `with` statement's exit
     closed: bool = False
     undo: list[Callable[[], None]] = field(default_factory=list)  # undoes other changes of a scope's work; may run twice
-    # by layer and number of its heads in this process, as `prefill_call` made them
-    selectors: dict[tuple[int, int], Selector] = field(default_factory=dict)
 
     @classmethod
     @locked(_LOCK)

@@ -10,6 +10,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.huggingface import model_config
 from tests.integrations.cells import dynamic_cache
 from tests.integrations.common import KEEP_ALL, SPARSE
 
@@ -21,8 +22,9 @@ _originals: dict[str, Any] = {}
 
 
 @pytest.fixture
-def _fresh_process():
+def _fresh_process(monkeypatch):
     """The registered functions as in a process that has imported neither library, and back."""
+    monkeypatch.setattr(model_config, "_of_process", None)
     mappings = [ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_MASK_ATTENTION_FUNCTIONS._local_mapping]
     mappings += [AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping]
     before = [dict(each) for each in mappings]

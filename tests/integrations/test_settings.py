@@ -9,6 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.found_settings import saved_settings
+from flexmask.integrations.huggingface import model_config
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import SPARSE, padded
 
@@ -150,8 +151,9 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 
 @pytest.fixture
-def _own_process():
-    """Put back the functions behind the names."""
+def _own_process(monkeypatch):
+    """Put back the functions behind the names, and the settings."""
+    monkeypatch.setattr(model_config, "_of_process", None)
     flexmask_hf.register()
     names = ("flexmask", "flex_attention")
     before = [
