@@ -56,9 +56,10 @@ def vllm_at_once(folder: Path = FOLDER) -> list[str]:
     return throughput(_vllm_rows(folder, "tokens_per_second", **_H100))
 
 
-def sglang(folder: Path = FOLDER) -> pd.DataFrame:
-    rows = pd.read_csv(folder / "sglang-nvidia-h200.csv")
-    return _paired(rows[(rows["prompts"] == 1) & (rows["new_tokens"] == 1)], "attention", "stock", "hybrid")
+def sglang(folder: Path = FOLDER, gpu: str = "h200", kernel: str = "fa3") -> pd.DataFrame:
+    rows = pd.read_csv(folder / f"sglang-nvidia-{gpu}.csv")
+    alone = (rows["prompts"] == 1) & (rows["new_tokens"] == 1) & (rows["kernel"] == kernel)
+    return _paired(rows[alone], "attention", "stock", "hybrid")
 
 
 def transformers(folder: Path = FOLDER, model: str = SHAPE) -> pd.DataFrame:

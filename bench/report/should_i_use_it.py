@@ -43,6 +43,8 @@ def models(folder: Path = FOLDER) -> list[str]:
         ["the same", "vLLM 0.26, H100", *_gains(vllm_h100(folder), _VLLM), served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],
         ["the same", "SGLang 0.5.16", *_gains(sglang(folder), _ENGINES), served],
+        ["the same", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100"), _ENGINES), served],
+        ["the same, FP8 cache", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100", "fa3, FP8 cache"), _ENGINES), served],
         ["the same", "transformers, random blocks", *_gains(transformers(folder), _MODELS), in_transformers],
         ["Qwen3 8B", "transformers, random blocks", *_gains(transformers(folder, "qwen3-8b"), _MODELS), in_transformers],
         ["DeepSeek V3's attention", "vLLM 0.26, H100", *_gains(latent, _LATENT), served],

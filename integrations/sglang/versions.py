@@ -8,7 +8,7 @@ from typing import Any
 from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_functions
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
-RUN: dict[tuple[int, ...], str] = {(0, 5, 16): "one H200 and CPUs"}
+RUN: dict[tuple[int, ...], str] = {(0, 5, 16): "one H200 and CPUs", (0, 5, 23): "one H100 and CPUs"}
 """By release: where tests/sglang ran on it"""
 _FIELDS = {
     "forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc", "positions",
