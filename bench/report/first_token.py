@@ -43,8 +43,8 @@ def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
 
 
 def vllm_h100(folder: Path = FOLDER) -> pd.DataFrame:
-    """Of hybrid's nearest keys, on an H100."""
-    rows = pd.DataFrame(_vllm_rows(folder, "first_seconds", **_H100))
+    """Whole prompts, hybrid with the nearest keys, on an H100."""
+    rows = pd.DataFrame(_vllm_rows(folder, "first_seconds", chunk=None, **_H100))
     return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 

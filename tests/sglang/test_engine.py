@@ -93,8 +93,10 @@ def test_the_log_says_what_runs_and_what_ran(run):
 
 @pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
 def test_an_fp8_cache_is_closer_to_an_unquantized_one_than_stock(asked, run):
-    exact = run("stock")[asked]
-    ours, stock = (summary(differences(exact, run(name)[asked]))["mean"] for name in ("fp8", "fp8_stock"))
+    exact, fp8 = run("stock")[asked], run("fp8")
+    if "CPU FP8 KV cache requires Intel AMX" in fp8["log"]:  # SGLang 0.5.23
+        pytest.skip("SGLang has no FP8 cache on this CPU")
+    ours, stock = (summary(differences(exact, answers[asked]))["mean"] for answers in (fp8, run("fp8_stock")))
     assert 0 < ours < stock
 
 
