@@ -10,7 +10,7 @@ from flexmask import METHODS, select
 from tests.attention_calls import call, padding
 from tests.block_masks.definition_call import make_call
 from tests.block_masks.definitions import DEFINITIONS, TESTED
-from tests.block_masks.gallery import MASKS, SPARSE
+from tests.block_masks.gallery import MASKS, SPARSE, mask_of
 from tests.cases import Case, structured_inputs
 from tests.expected import by_block, visible_pairs
 
@@ -40,9 +40,7 @@ def case_of(name: str) -> Case:
 
 
 def map_of(name: str, case: Case, **options: Any) -> Tensor:
-    """Kept blocks of a method, under the options in which it is sparse."""
-    mask = MASKS[name](case.query, case.key, block_size=SIZE, **case.keywords(), **(options or SPARSE[name]))
-    return mask.to_dense().bool()
+    return mask_of(name, case, **options).to_dense().bool()
 
 
 def expected_of(name: str, case: Case, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,34 +1,90 @@
 """Every mask: honest lists, own positions, dense where it keeps everything; no value is read, it traces whole, bounded memory."""
 
+import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexmask import METHODS, select
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, KNOWS_LENGTHS
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
-from tests.attention_calls import padding
+from tests.attention_calls import call, padding
 from tests.block_masks.definitions import TESTED
-from tests.block_masks.gallery import MASKS, SETTINGS, SPARSE, Setting, all_masks, made, masks_and_settings, serves
-from tests.comparisons import assert_honest, assert_one_list
-from tests.compile_support import lists_of
+from tests.block_masks.gallery import MASKS, SPARSE, all_masks, mask_of
+from tests.comparisons import assert_honest, assert_one_list, assert_same_attention
+from tests.compile_support import assert_same_lists, lists_of, traced
+from tests.expected import visible_pairs
+
+_SLOT = torch.arange(240)
+HOLES = (_SLOT % 5 > 0) & ((_SLOT < torch.tensor([[24], [48]])) | (_SLOT >= torch.tensor([[48], [96]])))
+SETTINGS: dict[str, dict[str, Any]] = {
+    "whole": {"batch": 2, "heads": (4, 2)},
+    "ragged": {"q_len": 333, "heads": (4, 1)},
+    "one row": {"q_len": 1, "kv_len": 63, "block_size": 16},
+    "shorter than a block": {"q_len": 10, "block_size": 64},
+    "chunk": {"q_len": 129, "kv_len": 500, "block_size": 48, "heads": (4, 2)},
+    "bfloat16": {"q_len": 1000, "block_size": 128, "heads": (2, 1), "dtype": torch.bfloat16},
+    "left padding": {"batch": 2, "attention_mask": padding(256, ("left", 51), ("left", 102))},
+    "right padding": {"batch": 2, "attention_mask": padding(256, ("right", 51), ("right", 102))},
+    "holes and window": {"batch": 2, "q_len": 200, "kv_len": 240, "scores": {"window": 70}, "attention_mask": HOLES.long()},
+    "window of one token": {"q_len": 100, "scores": {"window": 1}},
+    "offset": {"q_len": 100, "kv_len": 400, "q_offset": 65},
+    "offsets by batch row": {
+        "batch": 3, "q_len": 64, "kv_len": 300, "scores": {"window": 90}, "q_offset": torch.tensor([0, 50, 236]),
+        "attention_mask": padding(300, ("left", 42), ("left", 85), ("left", 128)),
+    },
+}  # fmt: skip
+ON_GPU = ("whole", "offsets by batch row")  # one compilation each there
+# the published code takes whole, unpadded prompts only
+SERVED = {"published": ("whole",)}
+
+
+def serves(name, setting):
+    return setting in SERVED.get(name, (setting,))
+
+
+masks_and_settings = pytest.mark.parametrize(
+    ("name", "setting", "device"),
+    [
+        *((name, setting, "cpu") for name in MASKS for setting in SETTINGS if serves(name, setting)),
+        *(pytest.param(name, at, "cuda", marks=pytest.mark.gpu) for name in MASKS for at in ON_GPU if serves(name, at)),
+    ],
+)
+
+
+def call_in(**setting):
+    return call(**{"q_len": 256, "heads": (4, 4), "block_size": 32, "seed": 7, **setting})
+
+
+@functools.cache
+def case_of(setting):
+    return call_in(**SETTINGS[setting]).case
+
+
+@functools.cache
+def made(name, setting, device="cpu"):
+    """The mask of a method in a setting in which it drops blocks, and the pairs that its mask_mod allows, on the CPU."""
+    case = case_of(setting).to(device)
+    mask = mask_of(name, case)
+    sizes = (*mask.shape[:2], case.query.shape[2], case.key.shape[2])
+    return mask, create_mask(mask.mask_mod, *sizes, device=device).cpu()
 
 
 @masks_and_settings
 def test_lists_are_those_of_the_mask_mod_in_flex_attentions_layout(name, setting, device):
-    chosen, mask = SETTINGS[setting], made(name, setting, device).mask
-    batch, heads = mask.shape[:2]
-    assert batch == chosen.batch and heads in (1, chosen.num_heads)
-    assert mask.BLOCK_SIZE == (chosen.block_size, chosen.block_size)
-    assert_honest(mask, (chosen.q_len, chosen.kv_len))
+    case, (mask, _) = case_of(setting), made(name, setting, device)
+    batch, num_heads, q_len, _ = case.query.shape
+    assert mask.shape[0] == batch and mask.shape[1] in (1, num_heads)
+    assert mask.BLOCK_SIZE == (case.config.block_size, case.config.block_size)
+    assert_honest(mask, (q_len, case.key.shape[2]))
     for counts, indices in (lists_of(mask)[:2], lists_of(mask)[2:]):
         assert counts.device.type == device
         assert_one_list(counts, indices)
@@ -36,7 +92,7 @@ def test_lists_are_those_of_the_mask_mod_in_flex_attentions_layout(name, setting
 
 @masks_and_settings
 def test_a_row_sees_nothing_hidden_and_its_own_position(name, setting, device):
-    allowed, visible = made(name, setting, device).allowed, SETTINGS[setting].visible()
+    allowed, visible = made(name, setting, device)[1], visible_pairs(case_of(setting))
     assert not (allowed & ~visible[:, None]).any()
     sees_something = visible.any(-1)
     last_visible = torch.where(sees_something, visible.shape[-1] - 1 - visible.flip(-1).int().argmax(-1), 0)
@@ -46,7 +102,7 @@ def test_a_row_sees_nothing_hidden_and_its_own_position(name, setting, device):
 
 @all_masks
 def test_sparse_settings_leave_something_out(name):
-    kept, causal = (made(each, "whole").mask.to_dense().expand(2, 4, 8, 8).sum() for each in (name, "causal"))
+    kept, causal = (made(each, "whole")[0].to_dense().expand(2, 4, 8, 8).sum() for each in (name, "causal"))
     assert kept / causal < (0.9 if SPARSE[name] else 1.01)
 
 
@@ -61,31 +117,28 @@ def lengths_forgotten():
 @all_masks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_keeping_everything_is_dense_attention(name, device):
-    shared = {"attention_mask": padding(333, ("left", 66), ("left", 133)), "q_len": 300, "kv_len": 333, "window": 200}
-    chosen = Setting(batch=2, num_kv_heads=2, **({} if name == "published" else shared))
-    query, key = chosen.inputs(device)
-    value = torch.randn(key.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    shared = {"q_len": 300, "kv_len": 333, "attention_mask": padding(333, ("left", 66), ("left", 133)), "scores": {"window": 200}}
+    it = call_in(batch=2, heads=(4, 2), **({} if name == "published" else shared))
+    case = it.case.to(device)
     with torch.compiler.set_stance("force_eager"):  # other tests compile masks
-        mask = MASKS[name](query, key, **TESTED[name].everything, **chosen.shared_options(device))
-    backend = "cpu" if device == "cpu" else "triton"
+        mask = mask_of(name, case, **TESTED[name].everything)
     if not CPU_TAKES_UNBACKED_SIZES:
         torch._dynamo.reset()  # the C++ of this torch compiles for constant lengths alone
     with torch.no_grad():
-        out, _ = run_flex_attention(attention_inputs(query, key, value), mask, backend)
-    visible = chosen.visible()[:, None].to(device)
-    expected = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, enable_gqa=True)
-    expected = torch.where(visible.any(-1, keepdim=True), expected, 0.0)
-    torch.testing.assert_close(out, expected, atol=2e-5, rtol=0)
+        inputs = attention_inputs(case.query, case.key, it.value.to(device))
+        out, _ = run_flex_attention(inputs, mask, "cpu" if device == "cpu" else "triton")
+    everything = torch.ones(2, 4, *(-(-x.shape[2] // 32) for x in (case.query, case.key)), dtype=torch.bool)
+    assert_same_attention(out, it.under(everything)[0])
 
 
 @pytest.mark.skipif(not KNOWS_LENGTHS, reason="this torch's create_block_mask asks for pairs past the lengths, in blocks of 128")
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_causal_has_the_blocks_of_create_block_mask(setting):
-    chosen, (mask, allowed) = SETTINGS[setting], made("causal", setting)
-    visible = chosen.visible()
+    case, (mask, allowed) = case_of(setting), made("causal", setting)
+    visible = visible_pairs(case)
     assert torch.equal(allowed, visible[:, None])
     sizes = (visible.shape[0], None, *visible.shape[1:])
-    expected = create_block_mask(lambda b, h, q, k: visible[b, q, k], *sizes, device="cpu", BLOCK_SIZE=chosen.block_size)
+    expected = create_block_mask(lambda b, h, q, k: visible[b, q, k], *sizes, device="cpu", BLOCK_SIZE=case.config.block_size)
     assert mask.shape == expected.shape and torch.equal(mask.to_dense(), expected.to_dense())
     assert mask.sparsity() == expected.sparsity()
 
@@ -96,42 +149,31 @@ FULLEST = {name: "offsets by batch row" if serves(name, "offsets by batch row") 
 
 @pytest.mark.parametrize(("name", "setting"), [*FULLEST.items(), *((name, "ragged") for name in MASKS if serves(name, "ragged"))])
 def test_no_value_is_read(name, setting):
-    chosen = SETTINGS[setting]
-    mode = FakeTensorMode()
-
-    def fake(x: Any) -> Any:
-        return mode.from_tensor(x) if isinstance(x, Tensor) else x
-
-    query, key = map(fake, chosen.inputs("cpu"))
-    options = {option: fake(x) for option, x in chosen.shared_options("cpu").items()}
+    case, mode = case_of(setting), FakeTensorMode()
+    fakes = {field: mode.from_tensor(x) for field, x in vars(case).items() if isinstance(x, Tensor)}
     # reading a fake tensor raises
     with mode:
-        mask = MASKS[name](query, key, **SPARSE[name], **options)
+        mask = mask_of(name, replace(case, **fakes))
         with pytest.raises(DataDependentOutputException):
             mask.kv_num_blocks.sum().item()
-    assert mask.shape == made(name, setting).mask.shape
+    assert mask.shape == made(name, setting)[0].shape
 
 
 @all_masks
 def test_traces_whole(name):
-    chosen = SETTINGS[FULLEST[name]]
-    options = {**SPARSE[name], **chosen.shared_options("cpu")}
+    case = case_of(FULLEST[name])
     torch._dynamo.reset()  # the function below would run out of recompilations
-
-    @torch.compile(fullgraph=True, backend="eager")
-    def lists(query, key):
-        return lists_of(MASKS[name](query, key, **options))
-
-    for got, expected in zip(lists(*chosen.inputs("cpu")), lists_of(made(name, FULLEST[name]).mask), strict=True):
-        assert torch.equal(got, expected)
+    run, _ = traced(lambda query, key: mask_of(name, replace(case, query=query, key=key)))
+    assert_same_lists(run(case.query, case.key), made(name, FULLEST[name])[0])
 
 
 @pytest.mark.parametrize("name", [name for name in MASKS if serves(name, "left padding")])
 def test_a_batch_row_that_is_all_padding_has_density_0(name):
-    query, key = SETTINGS["left padding"].inputs("cpu")
-    tokens = torch.ones(query.shape[0], key.shape[2], dtype=torch.bool)
+    case = case_of("left padding")
+    tokens = torch.ones(2, 256, dtype=torch.bool)
     tokens[-1] = False
-    stats = MASKS[name](query, key, **SPARSE[name], block_size=32, attention_mask=tokens, return_stats=True)[1]
+    options = {"block_size": 32, "attention_mask": tokens, "return_stats": True}
+    stats = MASKS[name](case.query, case.key, **SPARSE[name], **options)[1]
     assert (stats.density[-1] == 0).all() and (stats.density[:-1] > 0).all()
 
 
