@@ -10,19 +10,25 @@ import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import block_masks, sparse_attention, sparse_attention_varlen, warmup
+from flexmask import SelectionStats, sparse_attention, sparse_attention_varlen, warmup
 from flexmask.block_masks import causal_mask
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
-from tests.cases import mask_function, structured_inputs
+from tests.attention_calls import SINKS
+from tests.block_masks.gallery import MASKS, SPARSE
+from tests.cases import structured_inputs
+from tests.comparisons import same_values
+from tests.compile_support import lists_of
 
 OPTIONS: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
 BOUNDS = [0, 96, 160, 256]
+BOUNDS_TENSOR = torch.tensor(BOUNDS)
 PADDING = torch.ones(1, 256, dtype=torch.int64)
 PADDING[:, :40] = 0
 
 
+@functools.cache
 def inputs(length: int = 256, head_dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     query, key = structured_inputs(generator, 1, 4, 2, length, length, head_dim, 2.0)
@@ -44,10 +50,8 @@ def users(query: Tensor, key: Tensor, **options: Any) -> BlockMask:
     return mask
 
 
-def mask(name: str) -> Any:
-    query, key, _ = inputs()
-    made, stats = mask_function(name)(query, key, block_size=32, return_stats=True)
-    return made.to_dense(), stats.density
+def mask(name: str, **options: Any) -> Any:
+    return MASKS[name](*inputs()[:2], block_size=32, return_stats=True, **SPARSE[name], **options)
 
 
 def layer(head_dim: int = 16) -> SparseLayer:
@@ -66,24 +70,31 @@ def engines_start() -> None:
     warm_up([layer()], (256, 256), torch.device("cpu"), torch.float32, True)
 
 
+EVERYTHING: dict[str, Any] = {"attention_mask": PADDING, "window": 200, "softcap": 20.0}
 UNCOMPILED: dict[str, Callable[[], Any]] = {
-    "dense": lambda: attention(dense_below=None, return_stats=True)[0],
+    "dense": lambda: attention(dense_below=None, return_stats=True),
     "dense, padded window": lambda: attention(dense_below=None, attention_mask=PADDING, window=100),
-    "dense, log-sum-exp": lambda: attention(dense_below=None, return_lse=True),
-    "packed, dense": lambda: varlen(torch.tensor(BOUNDS), dense_below=None),
-    **{f"mask of {name}": functools.partial(mask, name.removesuffix("_mask")) for name in block_masks.__all__},
+    "dense, written out": lambda: attention(dense_below=None, softcap=3.0, sinks=SINKS, return_lse=True),
+    "packed, dense": lambda: varlen(BOUNDS_TENSOR, dense_below=None),
+    **{f"mask of {name}": functools.partial(mask, name) for name in MASKS},
+    **{f"padded window of {name}": functools.partial(mask, name, **EVERYTHING) for name in ("flexprefill", "hybrid")},
+    "query-aware, capped": lambda: mask("flexprefill", tau=1.0, max_budget=128),
 }
 COMPILED: dict[str, Callable[[], Any]] = {
-    "sparse": attention, "sparse, statistics": lambda: attention(return_stats=True)[0],
+    "sparse": attention, "sparse, statistics": lambda: attention(return_stats=True),
     "sparse, padded window": lambda: attention(attention_mask=PADDING, window=100),
     "a user's method": lambda: sparse_attention(*inputs(), users, block_size=32, dense_below=0), "packed": lambda: varlen(BOUNDS),
-    "packed, bounds in a tensor": lambda: varlen(torch.tensor(BOUNDS)),
+    "packed, bounds in a tensor": lambda: varlen(BOUNDS_TENSOR),
     "warmup": lambda: warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS), "engines: a prompt": lambda: engines(256),
     "engines: a chunk": lambda: engines(100), "engines: start": engines_start,
 }  # fmt: skip
 
 
 def tensors_of(found: Any) -> list[Tensor]:
+    if isinstance(found, BlockMask):
+        found = lists_of(found)
+    elif isinstance(found, SelectionStats):
+        found = tuple(vars(found).values())
     if isinstance(found, (tuple, list)):
         return [tensor for each in found for tensor in tensors_of(each)]
     return [found] if isinstance(found, Tensor) else []
@@ -96,7 +107,7 @@ def results(calls: dict[str, Callable[[], Any]]) -> dict[str, list[Tensor]]:
 def assert_same_results(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
     for name, tensors in found.items():
         for got, wanted in zip(tensors, expected[name], strict=True):
-            assert torch.equal(got, wanted), name
+            assert same_values(got, wanted), name
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import SelectionStats, flexprefill_mask, sparse_attention, warmup
+from flexmask import flexprefill_mask, sparse_attention, warmup
 from tests import public_calls
 from tests.attention_calls import SINKS
 from tests.block_masks.gallery import MASKS, SPARSE
-from tests.comparisons import assert_same_stats
-from tests.compile_support import assert_same_lists, lists_of, traced
 from tests.compile_support import counting as counting
+from tests.compile_support import lists_of, traced
 from tests.packs import bounds_of
-from tests.public_calls import OPTIONS, attention, engines, varlen
+from tests.public_calls import OPTIONS, assert_same_results, attention, engines, tensors_of, varlen
 
 inputs = functools.partial(public_calls.inputs, 384, 32)
 LENGTHS = bounds_of((200, 0, 184))
@@ -47,26 +45,13 @@ MASK_CALLS = {
 }
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(found, tuple):
-        for pair in zip(found, expected, strict=True):
-            assert_same(*pair)
-    elif isinstance(found, SelectionStats):
-        assert_same_stats(found, expected)
-    elif isinstance(found, BlockMask):
-        assert_same_lists(found, expected)
-    else:
-        assert found.dtype == expected.dtype and torch.equal(found, expected)
-
-
 def assert_follows(call: Any, dtype: torch.dtype) -> None:
     query, key, value = inputs()
     other = next(each for each in LOWER if each != dtype)
     for given in ((query, key, value), (query, key.to(dtype), value.to(other))):
         expected = call(*(x.to(dtype) for x in given))
         with torch.autocast("cpu", dtype):
-            assert_same(call(*given), expected)
+            assert_same_results({"": tensors_of(call(*given))}, {"": tensors_of(expected)})
 
 
 @lower
@@ -117,7 +102,7 @@ def test_dtypes_that_autocast_leaves_are_refused_under_it(dtype):
 
 
 def test_gradients_pass_the_cast():
-    given = [x.requires_grad_() for x in inputs()]
+    given = [x.clone().requires_grad_() for x in inputs()]
     with torch.autocast("cpu", torch.bfloat16):
         out = sparse_attention(*given)
         expected = F.scaled_dot_product_attention(*given, is_causal=True, enable_gqa=True)

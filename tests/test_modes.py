@@ -1,4 +1,4 @@
-"""Modes that see every operator of this thread: calls give the same, or name the mode."""
+"""Modes, default dtypes and default devices of this thread: calls give the same, or name the mode."""
 
 import functools
 import sys
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flexmask import flexprefill_mask, sparse_attention, sparse_attention_varlen
+from tests.compile_support import default_dtype
 from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, assert_same_results, inputs, results, users
 from tests.public_calls import expected as expected
 
@@ -32,7 +33,11 @@ class LoggingFunctionMode(TorchFunctionMode):
 
 
 DISPATCH = {"FlopCounterMode": lambda: FlopCounterMode(display=False), "LoggingMode": LoggingMode}
-FUNCTION = {"LoggingFunctionMode": LoggingFunctionMode, "a default device": lambda: torch.device("cpu")}
+STATES = {
+    "LoggingFunctionMode": LoggingFunctionMode,
+    **{f"{device} by default": functools.partial(torch.device, device) for device in ("cpu", "meta")},
+    **{f"{dtype} by default": functools.partial(default_dtype, dtype) for dtype in (torch.bfloat16, torch.float64)},
+}
 
 
 @pytest.mark.attention
@@ -49,10 +54,11 @@ def test_calls_under_a_dispatch_mode_run_or_name_it(mode, expected):
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("mode", FUNCTION)
-def test_calls_under_a_function_mode_run(mode, expected):
-    with torch.no_grad(), FUNCTION[mode]():
-        assert_same_results(results({**UNCOMPILED, **COMPILED}), expected)
+@pytest.mark.parametrize("state", STATES)
+def test_other_modes_and_defaults_change_nothing(state, expected):
+    with torch.no_grad(), STATES[state]():
+        found = results({**UNCOMPILED, **COMPILED})
+    assert_same_results(found, expected)
 
 
 def faked(mode, *tensors):
