@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from tests.compile_support import cut
 def held_open(work: Callable[[Callable[[], bool]], Any]) -> Iterator[None]:
     """While another thread runs ``work(wait)`` and stands in `wait`; its error is raised afterwards."""
     reached, released = threading.Event(), threading.Event()
-    found: list[BaseException] = []
 
     def wait() -> bool:
         reached.set()
@@ -27,23 +27,19 @@ def held_open(work: Callable[[Callable[[], bool]], Any]) -> Iterator[None]:
         try:
             with torch.no_grad():
                 work(wait)
-        except BaseException as error:
-            found.append(error)
         finally:
             reached.set()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    reached.wait()
-    try:
-        # a call that compiles would wait for ever
-        with torch.compiler.set_stance("fail_on_recompile"):
-            yield
-    finally:
-        released.set()
-        thread.join()
-    if found:
-        raise found[0]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run)
+        reached.wait()
+        try:
+            # a call that compiles would wait for ever
+            with torch.compiler.set_stance("fail_on_recompile"):
+                yield
+        finally:
+            released.set()
+        done.result()
 
 
 def _while_traced(wait: Callable[[], bool]) -> None:

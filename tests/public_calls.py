@@ -4,9 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -108,13 +106,3 @@ def assert_same_results(found: dict[str, list[Tensor]], expected: dict[str, list
     for name, tensors in found.items():
         for got, wanted in zip(tensors, expected[name], strict=True):
             assert same_values(got, wanted), name
-
-
-@pytest.fixture(scope="module")
-def expected():
-    """Results of all calls, by then compiled."""
-    torch._dynamo.reset()  # other tests may have used up recompilations
-    with torch.no_grad():
-        for _ in range(2):
-            found = results({**UNCOMPILED, **COMPILED})
-    return found

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -55,22 +56,21 @@ def test_alternating_states_use_up_no_recompilations(counting):
 def test_tf32_stays_off_while_any_thread_needs_it_off(matmul_precision):
     """And is put back after an error."""
     matmul_precision.use_tf32()
-    inside, leave, seen = threading.Event(), threading.Event(), []
+    inside, leave = threading.Event(), threading.Event()
 
     def other():
         with without_tf32():
             inside.set()
             leave.wait()
-            seen.append(matmul_precision.is_tf32())
+            return matmul_precision.is_tf32()
 
-    thread = threading.Thread(target=other)
-    with without_tf32():
-        thread.start()
-        inside.wait()
-    seen.append(matmul_precision.is_tf32())
-    leave.set()
-    thread.join()
-    assert seen == [False, False] and matmul_precision.is_tf32()
+    with ThreadPoolExecutor(1) as pool:
+        with without_tf32():
+            left = pool.submit(other)
+            inside.wait()
+        here = matmul_precision.is_tf32()
+        leave.set()
+    assert (here, left.result(), matmul_precision.is_tf32()) == (False, False, True)
     with pytest.raises(KeyError), without_tf32(), without_tf32():
         raise KeyError
     assert matmul_precision.is_tf32()

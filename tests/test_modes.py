@@ -1,10 +1,11 @@
-"""Modes, default dtypes and default devices of this thread: calls give the same, or name the mode."""
+"""Modes and defaults of this thread, and what others compile or export: calls give the same, or name the mode."""
 
 import functools
 import sys
 
 import pytest
 import torch
+import torch._dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -13,8 +14,29 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flexmask import flexprefill_mask, sparse_attention, sparse_attention_varlen
 from tests.compile_support import default_dtype
-from tests.public_calls import BOUNDS, COMPILED, OPTIONS, PADDING, UNCOMPILED, assert_same_results, inputs, results, users
-from tests.public_calls import expected as expected
+from tests.held_open import HELD, STRICT_EXPORT, held_open
+from tests.public_calls import (
+    BOUNDS,
+    COMPILED,
+    OPTIONS,
+    PADDING,
+    UNCOMPILED,
+    assert_same_results,
+    attention,
+    inputs,
+    results,
+    users,
+)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Results of all calls, by then compiled."""
+    torch._dynamo.reset()  # other tests may have used up recompilations
+    with torch.no_grad():
+        for _ in range(2):
+            found = results({**UNCOMPILED, **COMPILED})
+    return found
 
 
 class LoggingMode(TorchDispatchMode):
@@ -127,3 +149,30 @@ def test_sparse_attention_is_in_no_graph_of_make_fx(options):
 
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"using FX to symbolically trace|under FakeTensorMode alone"):
         make_fx(sparse, **options)(*inputs())
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("work", HELD.values(), ids=HELD)
+def test_every_call_runs_while_another_thread_compiles(work, expected):
+    with torch.no_grad(), held_open(work):
+        found = results({**UNCOMPILED, **COMPILED})
+    assert_same_results(found, expected)
+
+
+def test_calls_that_need_no_kernel_run_during_a_strict_export():
+    expected = results(UNCOMPILED)
+    with held_open(STRICT_EXPORT):
+        found = results(UNCOMPILED)
+    assert_same_results(found, expected)
+
+
+@pytest.mark.attention
+@pytest.mark.filterwarnings("ignore:torch.compile is ignored when called inside torch.export region:UserWarning")
+def test_what_torch_does_not_compile_during_an_export_is_compiled_after_it():
+    def first_call():
+        return attention(softcap=7.0)
+
+    with torch.no_grad():
+        with held_open(HELD["torch.export"]), pytest.raises(RuntimeError, match="again after the export"):
+            first_call()
+        torch.testing.assert_close(first_call(), first_call())

@@ -2,8 +2,8 @@
 
 import itertools
 import logging
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -51,18 +51,15 @@ def test_each_kind_is_checked_once(call, field):
 
 
 def test_threads_wait_for_one_check(call):
-    checked, found = [], []
+    checked = []
 
     def slow(call, device):
         checked.append(call)
         time.sleep(0.05)
         return Verdict()
 
-    threads = [threading.Thread(target=lambda: found.append(flash_verdict(call, CPU, slow))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: flash_verdict(call, CPU, slow), range(4)))
     assert (len(checked), found) == (1, [Verdict()] * 4)
 
 

@@ -1,6 +1,6 @@
 """Gradient checkpointing, which runs layers again in the backward; masks that outlive their block."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -78,10 +78,8 @@ def test_a_backward_in_another_thread_runs_under_the_block_of_the_forward(model,
     first, second = (flexmask_hf.sparse_prefill(model, dense_below=number) for number in (1000, 2000))
     with first as run:
         loss = loss_of(model, prompt)
-        with second as other:
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
+        with second as other, ThreadPoolExecutor(1) as pool:
+            pool.submit(loss.backward).result()
     assert (len(run.reasons[0]), other.reasons) == (2, {})
     assert model.lm_head.weight.grad is not None
 

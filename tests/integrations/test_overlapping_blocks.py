@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,25 +22,6 @@ def block(model, number, **options):
 
 def ran_in(run):
     return [BELOW.index(int(reason.rsplit(" ", 1)[1])) for reason in run.reasons.get(0, [])]
-
-
-def in_threads(work, number=1):
-    """Run `work` in threads, by number, and pass on an error."""
-    errors = []
-
-    def guarded(each):
-        try:
-            with torch.no_grad():
-                work(each)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(each,)) for each in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 def is_untouched(model):
@@ -108,7 +90,8 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
         if number == 0:
             steps.wait()
 
-    in_threads(work, 2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(torch.no_grad()(work), range(2)))
     assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
     assert names == {1: "flexmask"}
     assert is_untouched(model)
