@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from tests.cases import Case
 
@@ -38,6 +39,15 @@ def expanded(keep: Tensor, case: Case) -> Tensor:
     size = case.config.block_size
     pairs = keep.cpu().repeat_interleave(size, -2).repeat_interleave(size, -1)
     return pairs[..., : case.query.shape[2], : case.key.shape[2]] & visible_pairs(case)[:, None]
+
+
+def pairs_under(mask: BlockMask, q_len: int, kv_len: int) -> Tensor:
+    """Pairs that a BlockMask's mask_mod shows within its listed blocks, (batch, num_heads, q_len, kv_len) bool."""
+    batch, num_heads = mask.shape[:2]
+    shown = create_mask(mask.mask_mod, batch, num_heads, q_len, kv_len, device=mask.kv_indices.device)
+    rows, columns = mask.BLOCK_SIZE
+    listed = mask.to_dense().bool().repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+    return shown & listed[..., :q_len, :kv_len]
 
 
 def masked_attention(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
-from tests.integrations.cells import ALL_CELLS, BATCH, CHOICES, CHUNK, LENGTH, Cell, refusal, run_cell
+from tests.integrations.cells import ALL_CELLS, CHOICES, Cell, refusal, run_cell
 from tests.integrations.common import KEEP_ALL
 from tests.integrations.families import FAMILIES
 from tests.integrations.written_out import written_out
@@ -88,30 +89,8 @@ def result_of(cell: Cell) -> Result:
     return Result(None, at_gamma_one, under_its_masks)
 
 
-_TEXT = """# Supported models
-
-Written by `python -m tests.integrations.support`, with transformers {transformers} and torch {torch}, in
-float32 on a CPU: {number} cells, {refused} of them refused. A cell is a family with a cache, padding, a prefill
-({prefills}) and a way to call the model ({calls}); **ok** stands for all prefills and calls.
-
-Each cell runs a tiny random model on {batch} prompts of {length} tokens, in chunks of {chunk} if any, and on a few tokens more.
-Logits are compared with those of
-
-- transformers' own attention at gamma 1 (SDPA; eager for Gemma2 and GptOss, which SDPA does not serve);
-- attention written out under the chosen masks, at a setting with heads of both patterns and less than 70% of the blocks. They
-  also differ by more than 1e-2 from dense attention's.
-
-The last two columns are the largest differences; 1e-4 is allowed. Only logits of real tokens are compared. With right padding
-the first token that `generate` returns is meaningless: the tokens are given instead. For a forward, two calls over one cache
-stand for a chunked prefill.
-
-| family | {heads} | at gamma 1 | under its masks |
-| --- | {lines} | --- | --- |
-{rows}
-{reasons}"""
-
-
 def support_table(results: Mapping[Cell, Result]) -> str:
+    """The page as it is, with these results in its first paragraph and in its table."""
     kinds, ways = list(itertools.product(CACHES, PADDINGS)), list(itertools.product(PREFILLS, CALLS))
     reasons: list[str] = []
     rows = []
@@ -120,22 +99,15 @@ def support_table(results: Mapping[Cell, Result]) -> str:
         mine = [result for cell, result in results.items() if cell.family == name]
         largest = [f"{max(each):.0e}" for each in ([r.at_gamma_one for r in mine], [r.under_its_masks for r in mine])]
         title = f"{name}: {family.note}" if family.note else name
-        rows.append(" | ".join([f"| {title}", *texts, *largest]) + " |")
-    return _TEXT.format(
-        transformers=transformers.__version__,
-        torch=torch.__version__.partition("+")[0],
-        number=len(results),
-        refused=sum(result.refused is not None for result in results.values()),
-        prefills=" and ".join(PREFILLS),
-        calls=" and ".join(CALLS),
-        batch=BATCH,
-        length=LENGTH,
-        chunk=CHUNK,
-        heads=" | ".join(f"{cache.title()}Cache, {padding}" for cache, padding in kinds),
-        lines=" | ".join(["---"] * len(kinds)),
-        rows="\n".join(rows),
-        reasons="".join(f"\n{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n" if reasons else "",
-    )
+        rows.append(" | ".join([f"| {title}", *texts, *largest]) + " |\n")
+    if reasons:
+        rows += ["\n", *(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))]
+    releases = f"with transformers {transformers.__version__} and torch {torch.__version__.partition('+')[0]}, in"
+    counts = f"float32 on a CPU: {len(results)} cells, {sum(r.refused is not None for r in results.values())} of them refused"
+    text = PATH.read_text(encoding="utf-8")
+    before = re.sub(r"with transformers .*? of them refused", f"{releases}\n{counts}", text, count=1, flags=re.DOTALL)
+    head, line, _ = before.partition("| --- |\n")
+    return head + line + "".join(rows)
 
 
 def _text(ways: list[Result], reasons: list[str]) -> str:

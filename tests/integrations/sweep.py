@@ -25,11 +25,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 
-import flexmask.flex.run
+import flexmask.attend
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.expected import masked_attention
+from flexmask.base.inputs import AttentionInputs
+from tests.expected import masked_attention, pairs_under
 from tests.integrations.sweep_configs import attempts, causal_types
 from tests.repository import ROOT
 
@@ -44,14 +45,7 @@ MEANINGS = {
     "fails": "an error that is not a refusal of ours",
     "cannot be built here": "its default configuration could not be shrunk to a tiny model: unknown",
 }
-TEXT = """\
-# Models
-
-Every model type of `AutoModelForCausalLM`, run as one tiny random model on a CPU in float32: 2 prompts of 160 tokens without
-padding, blocks of 16, the default cache, `dense_below=0`, attention written out in PyTorch over the chosen blocks. Trained
-weights, other options of a type, images and sound were not run. [SUPPORT.md](SUPPORT.md) has caches, padding and generation
-through the compiled kernels, for fewer families.
-
+TEXT = """
 Run: {run}. `python -m tests.integrations.sweep` writes this file.
 
 | | {heads} | |
@@ -79,26 +73,13 @@ SPARSE: dict[str, Any] = {**KEEP_ALL, "gamma": 0.5, "tau": 0.12}
 TOLERANCE, SENSITIVE = 1e-4, 1e-3
 
 
-def written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    scale: float,
-    limit: float | str | None,
-    options: dict[str, Any] | None,
-    return_lse: bool,
-    sinks: Tensor | None,
-) -> tuple[Tensor, None]:
-    """The kernel's arguments; attention over the listed blocks under the mask_mod."""
-    batch, heads, q_len, _ = query.shape
-    listed = mask.to_dense().bool().repeat_interleave(mask.BLOCK_SIZE[0], 2).repeat_interleave(mask.BLOCK_SIZE[1], 3)
-    visible = create_mask(mask.mask_mod, batch, heads, q_len, key.shape[2], device="cpu")
-    kept = visible & listed[..., :q_len, : key.shape[2]]
-    if sinks is not None:  # they stand at the first key, which has no value
-        kept[..., 0] = False
-    softcap = None if limit is None else float(limit)
-    return masked_attention(query, key, value, kept, scale, softcap, sinks)[0].to(query.dtype), None
+def written_out(inputs: AttentionInputs, mask: BlockMask, *rest: Any) -> tuple[Tensor, None]:
+    """FlexAttention in float64."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    assert value is not None
+    pairs = pairs_under(mask, query.shape[2], key.shape[2]).expand(*query.shape[:2], -1, -1)
+    out, _ = masked_attention(query, key, value, pairs, inputs.scale, inputs.softcap, inputs.sinks)
+    return out.to(query.dtype), None
 
 
 def try_type(name: str) -> dict[str, str]:
@@ -176,7 +157,7 @@ def run_all(results: Path, only: list[str]) -> None:
 
 
 def table(releases: list[Results]) -> str:
-    """The whole document, from the heading and results of each release."""
+    """The page from the heading and results of each release; its first paragraph stays."""
     notes: dict[str, int] = {}
     types: dict[tuple[str, ...], list[str]] = {}
     for name in sorted({name for _, found in releases for name in found}):
@@ -185,12 +166,12 @@ def table(releases: list[Results]) -> str:
     rows = [f"| {' | '.join(cells)} | {', '.join(each)} |" for cells, each in sorted(types.items(), key=_by_verdict)]
     heads = [f"transformers {heading['transformers']}" for heading, _ in releases]
     counts = [Counter(result["verdict"] for result in found.values()) for _, found in releases]
-    totals = [f"| {verdict} | " + " | ".join(str(count[verdict]) for count in counts) + f" | {MEANINGS[verdict]} |"
-              for verdict in MEANINGS if any(count[verdict] for count in counts)]  # fmt: skip
+    numbers = {verdict: [str(count[verdict]) for count in counts] for verdict in MEANINGS}
+    totals = [" | ".join([f"| {verdict}", *own, MEANINGS[verdict]]) + " |" for verdict, own in numbers.items() if {*own} != {"0"}]
     run = "; ".join(
         f"transformers {h['transformers']} on torch {h['torch']}, {len(found)} types, {h['date']}" for h, found in releases
     )
-    return TEXT.format(
+    return PATH.read_text(encoding="utf-8").partition("\nRun: ")[0] + TEXT.format(
         run=run,
         heads=" | ".join(heads),
         lines="|---" * (len(heads) + 1),
@@ -212,12 +193,9 @@ def _cell(result: dict[str, str] | None, notes: dict[str, int]) -> str:
     if result["verdict"] == "cannot be built here":
         return result["verdict"]
     note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexmask)|^MaskNotServed: ", "", result.get("note", ""))
-    note = (
-        re.sub(r"does not serve \w+(?:LM|Generation|Model), ", "does not serve ", note).replace("|", "\\|").replace("<", "&lt;")
-    )
-    if not note:
-        return result["verdict"]
-    return f"{result['verdict']} ({notes.setdefault(note, len(notes) + 1)})"
+    note = re.sub(r"does not serve \w+(?:LM|Generation|Model), ", "does not serve ", note)
+    note = note.replace("|", "\\|").replace("<", "&lt;")
+    return f"{result['verdict']} ({notes.setdefault(note, len(notes) + 1)})" if note else result["verdict"]
 
 
 def main() -> None:
@@ -235,7 +213,7 @@ def main() -> None:
         PATH.write_text(table([read(path) for path in arguments.results]), encoding="utf-8")
     else:
         torch.set_num_threads(1)
-        flexmask.flex.run.compiled = lambda function, *variant: written_out  # type: ignore[attr-defined]
+        setattr(flexmask.attend, "run_flex_attention", written_out)  # noqa: B010
         warnings.simplefilter("ignore")
         logging.disable(logging.ERROR)
         with torch.no_grad():
