@@ -1,5 +1,7 @@
 """The plan of a step: every row in exactly one place."""
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,26 +13,17 @@ from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_ste
 from flexmask.integrations.serving.startup import roles_line
 
 
-def starts_of(rows):
-    starts = [0]
-    for each in rows:
-        starts.append(starts[-1] + each)
-    return starts
-
-
 def test_decoding_rows_short_chunks_and_long_prefills_share_a_step():
     # two that decode, a short prompt, a late chunk, a whole prompt, one row of a prompt
-    rows, lengths = [1, 1, 40, 700, 300, 1], [900, 31, 40, 5000, 300, 800]
-    plan = plan_step(starts_of(rows), lengths, DensePolicy(256, 64))
+    plan = plan_step([0, 1, 2, 42, 742, 1042, 1043], [900, 31, 40, 5000, 300, 800], DensePolicy(256, 64))
     assert plan.sparse == (SparseRequest(3, 42, 742, 5000), SparseRequest(4, 742, 1042, 300))
     assert plan.stock == (StockRun(0, 3, 0, 42), StockRun(5, 6, 1042, 1043))
     assert (plan.sparse_tokens, plan.dense_tokens) == (1000, 40)
 
 
 def test_a_request_s_own_gamma_and_dense_attention_are_planned():
-    rows, lengths = [300, 300, 300, 300], [300, 300, 300, 300]
     chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
-    plan = plan_step(starts_of(rows), lengths, DensePolicy(256, 64), None, chosen)
+    plan = plan_step(range(0, 1201, 300), [300] * 4, DensePolicy(256, 64), None, chosen)
     assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
     assert plan.stock == (StockRun(2, 3, 600, 900),)
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
@@ -50,26 +43,21 @@ def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, le
     dense_below=st.sampled_from([0, 200, 500]),
 )
 def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
-    rows = [each[0] for each in requests]
-    starts = starts_of(rows)
-    lengths = [rows + context for rows, context, _ in requests]
-    prefilling = [each[2] for each in requests]
+    rows, context, prefilling = zip(*requests, strict=True)
+    starts, lengths = [0, *accumulate(rows)], list(map(sum, zip(rows, context, strict=True)))
     plan = plan_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
-    covered = sorted([(each.start, each.stop) for each in plan.sparse] + [(run.start, run.stop) for run in plan.stock])
+    runs = zip(starts, starts[1:], lengths, prefilling, strict=False)
+    expected = [
+        SparseRequest(index, start, stop, length)
+        for index, (start, stop, length, is_prefill) in enumerate(runs)
+        if is_prefill and stop - start >= least_rows and length >= dense_below
+    ]
+    assert list(plan.sparse) == expected
+    covered = sorted((each.start, each.stop) for each in (*plan.sparse, *plan.stock))
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]
-    for each in plan.sparse:
-        assert (each.start, each.stop, each.seq_len) == (
-            starts[each.batch_index],
-            starts[each.batch_index + 1],
-            lengths[each.batch_index],
-        )
-        assert each.stop - each.start >= least_rows
-        assert each.seq_len >= dense_below
     for run in plan.stock:
         assert (run.start, run.stop) == (starts[run.first], starts[run.last])
         # vLLM's splitting needs it
-        assert rows[run.first] > 0
-        assert rows[run.last - 1] > 0
-    prefills = sum(number for number, is_prefill in zip(rows, prefilling, strict=True) if is_prefill)
-    assert plan.sparse_tokens + plan.dense_tokens == prefills
+        assert rows[run.first] > 0 < rows[run.last - 1]
+    assert plan.sparse_tokens + plan.dense_tokens == sum(n for n, is_prefill in zip(rows, prefilling, strict=True) if is_prefill)

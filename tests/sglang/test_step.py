@@ -53,22 +53,10 @@ class Model(SGLangEngine):
         self._translator = self._held = None
 
 
-def plan_of(batch, model=None):
-    model = model or Model()
+def plan_of(batch):
+    model = Model()
     model.step(batch)
     return model.planned
-
-
-def test_long_chunks_run_sparse_and_all_else_stock():
-    plan = plan_of(batch_of())
-    assert [tuple(each) for each in plan.sparse] == [(1, 1, 201, 200, None), (3, 208, 248, 200, None)]
-    assert [(run.first, run.last, run.start, run.stop) for run in plan.stock] == [
-        (0, 1, 0, 1),
-        (2, 3, 201, 208),
-        (4, 5, 248, 278),
-    ]
-    # a row of decoding is neither
-    assert (plan.sparse_tokens, plan.dense_tokens) == (240, 37)
 
 
 @pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "DLLM_EXTEND"])
@@ -96,7 +84,10 @@ def test_steps_without_lengths_on_the_host_run_stock_and_count():
 def test_the_rest_of_a_step_is_a_batch_of_its_own():
     batch = batch_of()
     batch._attn_output = torch.empty(278)
-    step = Model().step(batch)
+    model = Model()
+    step = model.step(batch)
+    # a row of decoding is neither
+    assert (model.planned.sparse_tokens, model.planned.dense_tokens) == (240, 37)
     rows = torch.tensor([0, *range(201, 208), *range(248, 278)])
     assert torch.equal(step.stock_rows, rows)
     part = step.stock_batch
