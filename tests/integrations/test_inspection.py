@@ -3,90 +3,71 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
 from flexmask.integrations.inspect import inspect_prefill
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
 from flexmask.integrations.inspect.inspection import NAMED, heads_by_rule
+from tests.attention_calls import call
+from tests.expected import masked_attention, visible_pairs
 from tests.integrations.common import LENGTH, SPARSE, make_model
 from tests.integrations.families import VOCABULARY
 
+CASES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunk": {"q_len": 45, "kv_len": 100},
+    "window": {"scores": {"window": 21}},
+    "padded": {"attention_mask": ((torch.arange(70) >= 40) & (torch.arange(70) != 50))[None]},
+    "softcap": {"scores": {"softcap": 1.5}},
+    "sink": {},
+    "unfilled": {"q_len": 45, "kv_len": 100, "q_offset": torch.tensor([20])},
+}
 
-def dense_block_map(query, key, visible, scale, block_size, softcap=None, sink=None):
-    """Softmax pooled by blocks, in float64 and loops."""
-    scores = query.double() @ key.double().T * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -math.inf)
-    if sink is not None:
-        scores = torch.cat([scores, torch.full((len(query), 1), sink, dtype=torch.float64)], 1)
-    attention = scores.softmax(-1).nan_to_num(0.0)[:, : len(key)]
-    found = []
-    for rows, seen in zip(attention.split(block_size), visible.split(block_size), strict=True):
-        valid = seen.any(1).sum()
-        found.append([float(part.sum() / valid) if valid else math.nan for part in rows.split(block_size, 1)])
-    return torch.tensor(found)
+
+def weights(case, **sinks):
+    """Attention of every row to every key, (num_heads, q_len, kv_len) float64."""
+    keys, visible = torch.eye(case.key.shape[2])[None, None].expand(1, case.key.shape[1], -1, -1), visible_pairs(case)[:, None]
+    return masked_attention(case.query, case.key, keys, visible, 0.3, case.scores.get("softcap"), **sinks)[0][0]
 
 
 @pytest.mark.parametrize("most_scores", [2**24, 200])
-@pytest.mark.parametrize("case", ["whole", "chunk", "window", "padded", "softcap", "sink", "unfilled"])
-def test_block_attention_is_a_dense_softmax_pooled_by_blocks(case, most_scores):
-    generator = torch.Generator().manual_seed(0)
-    q_len, kv_len = (70, 70) if case not in ("chunk", "unfilled") else (45, 100)
-    query, key = torch.randn((q_len, 16), generator=generator), 2 * torch.randn((kv_len, 16), generator=generator)
-    start = {"unfilled": 20}.get(case, kv_len - q_len)
-    position, column = torch.arange(start, start + q_len)[:, None], torch.arange(kv_len)
-    visible, given, own = column <= position, {}, {}
-    if case == "window":
-        given["window"] = 21
-        visible = visible & (column > position - 21)
-    if case == "padded":
-        tokens = torch.ones(1, kv_len, dtype=torch.bool)
-        tokens[:, :40] = tokens[:, 50] = False
-        given["attention_mask"] = tokens
-        visible = visible & tokens & tokens[0, position]
-        key[:40] = math.nan  # what padding holds does not matter
-    if case == "softcap":
-        given["softcap"] = own["softcap"] = 1.5
-    if case == "sink":
-        given["sinks"], own["sink"] = torch.tensor([0.7]), 0.7
-    if case == "unfilled":
-        given["offset"] = torch.tensor([start], dtype=torch.int32)
-        key[start + q_len :] = math.nan
-    inputs = AttentionInputs(query[None, None], key[None, None], None, 0.3, **given)
+@pytest.mark.parametrize("name", CASES)
+def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
+    case = call(**{"q_len": 70, "heads": (1, 1), "head_dims": (16, 16), "sharpness": 3.0, **CASES[name]}).case
+    sinks = {"sinks": torch.tensor([0.7])} if name == "sink" else {}
+    visible, attention = visible_pairs(case)[0], weights(case, **sinks)[0]
+    case.key[:, :, ~visible.any(0)] = math.nan  # what nobody sees does not matter
+    inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords(), **sinks)
     found = block_attention(inputs, 16, most_scores)
-    expected = dense_block_map(query, key.nan_to_num(0.0), visible, 0.3, 16, **own)
+    expected = torch.tensor(
+        [
+            [float(part.sum() / seen.any(1).sum()) for part in rows.split(16, 1)]
+            for rows, seen in zip(attention.split(16), visible.split(16), strict=True)
+        ]
+    )
     assert found.dtype == torch.float32
     assert torch.equal(found.isnan(), expected.isnan())
     assert (found - expected).abs().nan_to_num(0.0).max() < 1e-6
     # something is there to be compared
-    assert expected.nansum() > 2.5
+    assert expected.nansum() > 2
 
 
-@pytest.mark.parametrize("case", ["whole", "chunk", "window"])
-def test_held_attention_is_that_of_sampled_rows(case):
-    generator = torch.Generator().manual_seed(0)
-    q_len, kv_len, block_size, window = (61 if case == "chunk" else 200), 200, 16, 50 if case == "window" else None
-    query = torch.randn((1, 4, q_len, 16), generator=generator)
-    key = 2 * torch.randn((1, 2, kv_len, 16), generator=generator)
-    keep = torch.rand((1, 4, -(-q_len // block_size), -(-kv_len // block_size)), generator=generator) < 0.5
-    found = held_by_quarter(AttentionInputs(query, key, None, 0.3, window=window), keep, block_size, rows=2)
-    taken = [int((number + 0.5) * q_len / 8) for number in range(8)]
-    for head in range(4):
-        shares = []
-        for row in taken:
-            position = kv_len - q_len + row
-            first = max(0, position - window + 1) if window else 0
-            scores = key[0, head // 2, first : position + 1].double() @ query[0, head, row].double() * 0.3
-            kept = keep[0, head, row // block_size, torch.arange(first, position + 1) // block_size]
-            shares.append(float(scores.softmax(0)[kept].sum()))
-        expected = [sum(shares[2 * quarter : 2 * quarter + 2]) / 2 for quarter in range(4)]
-        assert found[head].tolist() == pytest.approx(expected, abs=1e-6)
+@pytest.mark.parametrize("name", ["whole", "chunk", "window"])
+def test_held_attention_is_that_of_sampled_rows(name):
+    given = {"whole": {}, "chunk": {"q_len": 61, "kv_len": 200}, "window": {"scores": {"window": 50}}}[name]
+    case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given}).case
+    keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
+    found = held_by_quarter(attention_inputs(case.query, case.key, scale=0.3, **case.keywords()), keep, 16, rows=2)
+    kept = keep[0].repeat_interleave(16, 1).repeat_interleave(16, 2)[:, : case.query.shape[2], :200]
+    taken = [int((number + 0.5) * case.query.shape[2] / 8) for number in range(8)]
+    expected = (weights(case) * kept).sum(-1)[:, taken].unflatten(1, (4, 2)).mean(-1)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
 
 
 def rows(densities, coverages, patterns):
