@@ -44,7 +44,6 @@ NOT_ABOUT_TORCH = (
     "tests/test_imports.py",
     "tests/test_plot.py",
     "tests/test_release.py",
-    "tests/test_serving_bench.py",
     "tests/test_wheel.py",
 )
 

@@ -1,5 +1,7 @@
-"""bench: rows on disk, workloads, the speed driver."""
+"""bench: rows on disk, workloads, the speed driver, fidelity on small models, tables of serving, the committed models."""
 
+import csv
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 import pandas as pd
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import flexmask
+from bench.fidelity import retrieval
+from bench.fidelity.settings import Setting
+from bench.fidelity.sparse_model import SparseModel
 from bench.prompts.structured import structured_prompt
 from bench.rows import Sheet, append_row, read_rows
+from bench.ruler_model.answers import MODEL, greedy
+from bench.ruler_model.prompts import TASKS, make_prompts
+from bench.ruler_model.vocabulary import TOKENS
+from bench.serving import table
 from bench.speed import calls, model
 
 SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
@@ -73,3 +83,87 @@ def test_dense_kernels_agree():
     outs = [call() for call in calls.dense_calls(tensors).values()]
     assert len(outs) == 2
     torch.testing.assert_close(outs[0], outs[1], atol=1e-4, rtol=0)
+
+
+WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
+
+
+def test_the_model_attends_to_what_the_method_keeps():
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = SparseModel(LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **shape)).eval())
+    ids = torch.randint(97, (512,), generator=torch.Generator().manual_seed(1))
+    dense = model.log_probs(ids)
+    with model.attending(Setting("causal", {})):
+        torch.testing.assert_close(model.log_probs(ids), dense, atol=1e-4, rtol=0)
+    assert model.density() == 1
+    with model.attending(WINDOW):
+        near = model.log_probs(ids)
+    # its own block and the first
+    assert (model.density(), model.density(2, 3), model.density(2)) == pytest.approx((0.7, 2 / 3, 4 / 7))
+    torch.testing.assert_close(near[:255], dense[:255], atol=1e-4, rtol=0)
+    assert (near[256:] - dense[256:]).abs().max() > 1e-3
+    with model.attending(Setting("streaming_llm", {**WINDOW.options, "block_size": 64, "layers": {"1": {"window_blocks": 8}}})):
+        model.log_probs(ids)
+    assert model.density() == pytest.approx((15 / 36 + 1) / 2)  # the second layer sees everything
+
+
+def test_needles_are_asked_of_the_retriever(tmp_path):
+    out = tmp_path / "out.csv"
+    command = ["needles", "--out", str(out), "--tasks", "needle-1", "--lengths", "1024", "--prompts", "2", "--methods"]
+    retrieval.main([*command, "hybrid", "--options", '{"gamma": 0.9}'])
+    retrieval.main([*command, "streaming_llm", "--options", '{"sink_blocks": 1, "window_blocks": 1}'])
+    rows = pd.read_csv(out)
+    found = [tuple(row) for row in rows[["method", "right", "n"]].values.tolist()]
+    assert found == [("dense", 2, 2), ("hybrid", 2, 2), ("streaming_llm", 0, 2)]
+    assert rows["density"].tolist()[2] == pytest.approx(15 / 36, abs=1e-5) and rows["density"][0] == 1
+
+
+ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1}
+ROW = {**ENGINE, "prompt_tokens": 32768, "chunk": None, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
+BATCH = {**ENGINE, "prompt_tokens": 32768, "at_once": 4, "new_tokens": 8}
+LATENCIES = {"first_token_seconds": [1.0, 4.0, 2.0], "seconds_a_token_after": [0.01, 0.03, 0.02]}
+ROWS = [
+    {**ROW, "method": "sparse", "seconds": 9.0, "density": 0.2},
+    {**ROW, "method": "stock", "seconds": 2.0, "density": None},
+    {**ROW, "method": "sparse", "seconds": 0.8, "density": 0.2},  # measured again
+    {**ROW, "method": "sparse", "seconds": 0.5, "density": 0.2, "gpus": 2},
+    {**BATCH, "method": "stock", "tokens_per_second": 1000.0},
+    {**BATCH, "method": "sparse", "tokens_per_second": 1500.0, **LATENCIES},
+]
+
+
+def test_table_compares_with_the_stock_backend_at_the_same_length(tmp_path, capsys):
+    (tmp_path / "serving-x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    table.main(["--results", str(tmp_path)])
+    written = capsys.readouterr().out
+    assert "| 32k | whole | sparse | 20.0% | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |" in written
+    # of two GPUs nothing is known but the times
+    assert "| 32k | whole | sparse | 20.0% | 0.500 s | - | 3.000 s, - | 4.0 GB |" in written
+    assert "9.000 s" not in written
+    assert "| 4 x 32k, 8 more each | sparse | 1,500 | 1.50x | 2.00 s, 4.00 s | 20.0 ms |" in written
+    assert "| 4 x 32k, 8 more each | stock | 1,000 | - | - | - |" in written
+
+
+def test_table_compares_sglang_s_engines_by_prompt():
+    head = "model,kernel,attention,prompts,prompt_tokens,new_tokens,device,sglang,seconds,density,rounds,chunk"
+    lines = ["m,fa3,stock,1,32768,1,GPU,0.5.16,3.0,,2,8192", "m,fa3,hybrid,1,32768,1,GPU,0.5.16,2.0,0.2,2,8192"]
+    written = "\n".join(table.sglang(list(csv.DictReader([head, *lines]))))
+    assert "| 1 x 32k in chunks of 8k, 1 new | hybrid | 20.0% | 2.000 s | 1.50x | 2 |" in written
+    assert "| stock | - | 3.000 s | - | 2 |" in written
+
+
+def test_weights_in_the_tree_stay_small():
+    files = list((MODEL.parents[1]).glob("*/model/*.safetensors"))
+    sizes = [file.stat().st_size for file in files]
+    assert sizes and max(sizes) <= 14e6
+    assert sum(sizes) <= 28e6
+
+
+def test_the_committed_model_answers_in_its_vocabulary():
+    committed = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    for task in TASKS:
+        prompts = make_prompts(task, 512, 3, seed=1)
+        answer_tokens = prompts.answers.shape[1]
+        right = prompts.parts_right(greedy(committed, prompts.token_ids, answer_tokens)) == answer_tokens
+        assert right.sum() >= 2, task
+    assert AutoTokenizer.from_pretrained(MODEL).convert_ids_to_tokens(range(len(TOKENS))) == list(TOKENS)
