@@ -14,11 +14,10 @@ from tests.attention_calls import SINKS
 from tests.block_masks.gallery import MASKS, SPARSE
 from tests.compile_support import counting as counting
 from tests.compile_support import lists_of, traced
-from tests.packs import bounds_of
 from tests.public_calls import OPTIONS, assert_same_results, attention, engines, tensors_of, varlen
 
 inputs = functools.partial(public_calls.inputs, 384, 32)
-LENGTHS = bounds_of((200, 0, 184))
+BOUNDS = [0, 200, 200, 384]
 LOWER = (torch.bfloat16, torch.float16)
 lower = pytest.mark.parametrize("dtype", LOWER, ids=str)
 
@@ -30,14 +29,14 @@ def users_method(query, key, **options):
 
 SPARSE_CALLS = {
     "sparse_attention": lambda *given: attention(*given, return_stats=True),
-    "sparse_attention_varlen": lambda *given: varlen(LENGTHS, *given, dense_below=0, return_stats=True),
+    "sparse_attention_varlen": lambda *given: varlen(BOUNDS, *given, dense_below=0, return_stats=True),
     "a user's method": lambda query, key, value: sparse_attention(query, key, value, users_method, block_size=32, dense_below=0),
     "an engine": functools.partial(engines, 384),
 }
 DENSE_CALLS = {
     "dense": lambda *given: sparse_attention(*given, return_stats=True),
     "dense, written out": lambda *given: sparse_attention(*given, softcap=3.0, sinks=SINKS, return_lse=True),
-    "dense, packed": lambda *given: varlen(LENGTHS, *given, dense_below=None, return_stats=True),
+    "dense, packed": lambda *given: varlen(BOUNDS, *given, dense_below=None, return_stats=True),
 }
 MASK_CALLS = {
     f"{name}_mask": lambda query, key, value, name=name: MASKS[name](query, key, **SPARSE[name], block_size=32, return_stats=True)

@@ -1,4 +1,4 @@
-"""flexprefill_mask: lists, mask_mod and uncompiled attention say the same."""
+"""flexprefill_mask: lists, mask_mod and uncompiled attention say the same; a gamma per head, in whatever form."""
 
 import math
 import warnings
@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from flexmask import flexprefill_mask
 from flexmask._torch import RELEASE
 from flexmask.block_masks import causal_mask
-from tests.cases import Case, Config, cases, structured_inputs
+from tests.cases import Case, Config, cases, mask_function, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention
 from tests.compile_support import assert_same_lists
 from tests.expected import expanded, masked_attention, seen_pairs
@@ -19,9 +19,8 @@ from tests.expected import expanded, masked_attention, seen_pairs
 OPTIONS = {"gamma": 0.6, "tau": 0.3, "block_size": 16, "min_budget": 16}
 
 
-def inputs(length=200, q_len=None, batch=1, num_heads=4, num_kv_heads=2, head_dim=32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return structured_inputs(generator, batch, num_heads, num_kv_heads, q_len or length, length, head_dim, sharpness=3.0)
+def inputs(length=200, q_len=None):
+    return structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, q_len or length, length, 32, sharpness=5.0)
 
 
 @settings(max_examples=60)
@@ -99,3 +98,60 @@ def test_flex_attention_without_compilation_sees_the_block_choice(keywords, dtyp
     whole, _ = masked_attention(query, key, value, expanded(torch.ones_like(case.search().keep), case))
     with pytest.raises(AssertionError, match="not close"):
         assert_same_attention(out, whole)
+
+
+BY_HEAD = {"block_size": 16, "min_budget": 0}
+BY_HEAD_GAMMAS = (0.43, 1.0, 0.71, 0.91)
+RULES = {
+    "vertical-slash": {"tau": 0.0}, "flatten": {"tau": 1.0}, "per_query": {"tau": 1.0, "query_aware": "per_query"},
+    "published": {"method": "published", "tau": 0.1, "block_size": 128, "min_budget": 128}, "hybrid": {"method": "hybrid"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
+@pytest.mark.parametrize("rule", RULES)
+def test_each_head_has_the_blocks_of_its_own_gamma(rule, form):
+    options = {**BY_HEAD, **RULES[rule]}
+    make = mask_function(options.pop("method", "flexprefill"))
+    query, key = inputs(1280 if rule == "published" else 400 if rule == "hybrid" else 240)
+    # exact in float32
+    gammas = (0.25, 1.0, 0.5, 0.75)
+    mask, stats = make(query, key, form(gammas), return_stats=True, **options)
+    alone = [make(query, key, gamma, **options).to_dense()[:, head] for head, gamma in enumerate(gammas)]
+    assert torch.equal(mask.to_dense(), torch.stack(alone, 1)) and stats.density[0, 1] == 1
+    assert (stats.density[0, [0, 2]] < 0.9).all()
+
+
+def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():
+    query, key = inputs(240)
+    wild = torch.tensor([-3.0, float("inf"), float("nan"), 0.0])
+    tame = torch.tensor([2.0**-30, 1.0, 1.0, 2.0**-30])
+    for options in RULES["vertical-slash"], RULES["flatten"], RULES["per_query"]:
+        masks = [flexprefill_mask(query, key, gamma, **BY_HEAD, **options) for gamma in (wild, tame, [1e-9, 1, 1, 1e-9])]
+        for other in masks[1:]:
+            assert_same_lists(masks[0], other)
+    assert wild.isnan().any()
+
+
+@pytest.mark.parametrize("rule", ["flatten", "per_query"])
+def test_gamma_one_keeps_blocks_that_no_row_attends_to(rule):
+    query, key = torch.zeros(1, 1, 96, 16), torch.zeros(1, 1, 96, 16)
+    query[..., 0], key[:, :, :16, 0] = 100, 100  # all attention to the first block, the others' underflows
+    kept = flexprefill_mask(query, key, torch.ones(1), **BY_HEAD, **RULES[rule]).to_dense()
+    assert torch.equal(kept[0, 0].bool(), torch.ones(6, 6).tril().bool())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [tuple, torch.tensor], ids=["tuple", "tensor"])
+def test_nothing_waits_for_the_gpu(cuda, nothing_waits, form):
+    query, key = (x.to(cuda) for x in inputs(700))
+    gamma = form(BY_HEAD_GAMMAS)
+    gamma = gamma.to(cuda) if form is torch.tensor else gamma
+    flexprefill_mask(query, key, gamma, block_size=64, min_budget=0)  # compiles, which may wait
+    other = gamma.roll(1) if form is torch.tensor else gamma[1:] + gamma[:1]
+    with nothing_waits():
+        for each in (gamma, other):
+            mask = flexprefill_mask(query, key, each, block_size=64, min_budget=0)
+    other = other.cpu() if form is torch.tensor else other
+    expected = flexprefill_mask(query.cpu(), key.cpu(), other, block_size=64, min_budget=0)
+    assert torch.equal(mask.kv_num_blocks.cpu(), expected.kv_num_blocks)

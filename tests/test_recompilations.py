@@ -39,7 +39,8 @@ def test_mask_and_attention_in_one_function_serve_all_lengths():
     assert counter.frame_count <= 2
 
 
-def test_changing_numbers_are_not_compiled_each():
+@pytest.mark.parametrize("by_head", [False, True])
+def test_changing_numbers_are_not_compiled_each(by_head):
     def mask(query, key, gamma, tau, q_offset):
         return flexprefill_mask(query, key, gamma, tau, block_size=32, min_budget=0, q_offset=q_offset)
 
@@ -47,8 +48,8 @@ def test_changing_numbers_are_not_compiled_each():
     query = QUERY[:, :, :100].contiguous()
     for step in range(1, 8):
         # torch 2.5 takes every float for a constant
-        floats = (0.6, 0.1) if torch._dynamo.config.specialize_float else (step / 10, step / 20)
-        numbers = *floats, 61 * step
+        gamma, tau = (0.6, 0.1) if torch._dynamo.config.specialize_float else (step / 10, step / 20)
+        numbers = torch.tensor([0.43, 1.0, 0.71, 0.91]).roll(step) if by_head else gamma, tau, 61 * step
         assert_same_lists(run(query, KEY, *numbers), mask(query, KEY, *numbers))
     assert counter.frame_count <= 2
 

@@ -9,9 +9,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import KEEP_ALL, SPARSE, make_model
+from tests.integrations.common import KEEP_ALL, SPARSE, make_model, tuned
 from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
-from tests.integrations.tune_calls import tuned
 
 DENSE = {"dense_below": 10**6}
 

@@ -10,8 +10,7 @@ import torch
 from transformers.utils import logging
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import make_model
-from tests.integrations.tune_calls import GAMMAS, OPTIONS, tuned
+from tests.integrations.common import GAMMAS, TUNE, make_model, tuned
 
 
 @pytest.mark.attention
@@ -184,7 +183,7 @@ def test_layers_are_let_go_of_one_by_one(model, prompt):
     ],
 )
 def test_wrong_arguments_are_refused(model, prompt, options, error, message):
-    arguments = {"model": model, "input_ids": prompt, "density": 0.5, **OPTIONS, **options}
+    arguments = {"model": model, "input_ids": prompt, "density": 0.5, **TUNE, **options}
     with pytest.raises(error, match=message):
         flexmask_hf.tune(**arguments)
     assert model.config._attn_implementation == "sdpa"
@@ -221,7 +220,7 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path):
         ("model", {"model": copy.deepcopy(model).bfloat16()}),
     ]:
         with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
-            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **OPTIONS, **options})
+            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **TUNE, **options})
 
 
 def with_another_epsilon(model):

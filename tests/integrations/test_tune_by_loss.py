@@ -10,11 +10,10 @@ from flexmask.flex.dense import dense_attention
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.loss_gradient import MOST_SCORED, backward_through_loss
-from tests.integrations import tune_calls
-from tests.integrations.common import checkpointed
+from tests.integrations.common import TUNE, checkpointed
 from tests.integrations.families import VOCABULARY
 
-OPTIONS = {**tune_calls.OPTIONS, "density": 1.0}
+OPTIONS = {**TUNE, "density": 1.0}
 
 
 def gradients_of_attention(model, prompt, scored):

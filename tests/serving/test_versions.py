@@ -13,8 +13,8 @@ from tests.repository import ROOT
 RUN = {"vLLM": VLLM, "SGLang": SGLANG}
 WERE_RUN = [(engine, ".".join(map(str, release))) for engine, run in RUN.items() for release in run]
 NEWER = [*(("vLLM", version) for version in ("0.34.0", "0.40.1", "1.0.0")), ("SGLang", "0.5.24"), ("SGLang", "0.9.1")]
-_SGLANG = ("0.5.10", "0.4.99", "0.5.18")
-OLDER = [*(("vLLM", version) for version in ("0.25.1", "0.9.2", "0.27.0", "0.31.0")), *(("SGLang", version) for version in _SGLANG)]
+_OLDER = {"vLLM": ("0.25.1", "0.9.2", "0.27.0", "0.31.0"), "SGLang": ("0.5.10", "0.4.99", "0.5.18")}
+OLDER = [(engine, version) for engine, versions in _OLDER.items() for version in versions]
 
 
 def test_numbers_of_a_version():
