@@ -2,13 +2,11 @@
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -24,108 +22,84 @@ NEAR = 1e-3
 _SECONDS = 400  # to start, on a machine that does other things
 
 
-class Server:
-    """``with Server(log, options) as server``: an OpenAI server of the retriever."""
+def started(options, log, **environment):
+    """The process of an OpenAI server of the retriever, and its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = {"dtype": "float32", "max-model-len": MOST_TOKENS, "max-num-batched-tokens": 2048, "block-size": PAGE, "port": port}
+    given |= {"host": "127.0.0.1", "max-logprobs": 8, "max-num-seqs": 8, "additional-config": json.dumps({"flexmask": options})}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--enforce-eager"]
+    command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
+    environment |= {**os.environ, **ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
+        )
+    return process, f"http://127.0.0.1:{port}"
 
-    def __init__(self, log, options):
-        self.log = log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        given = {"dtype": "float32", "max-model-len": MOST_TOKENS, "max-num-batched-tokens": 2048, "block-size": PAGE}
-        given |= {"port": self.port, "host": "127.0.0.1", "max-logprobs": 8, "max-num-seqs": 8}
-        self.command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--enforce-eager"]
-        self.command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
-        self.command += ["--additional-config", json.dumps({"flexmask": options})]
-        self.process: Any = None
 
-    def start(self):
-        environment = {**os.environ, **ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1", "PYTHONPATH": str(ROOT)}
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
-            )
+def get(address):
+    with urlopen(address, timeout=30) as reply:
+        return reply.read().decode()
 
-    def __enter__(self):
-        self.start()
-        end = time.monotonic() + _SECONDS
+
+@pytest.fixture
+def server(tmp_path):
+    """The address of a server that answers."""
+    log = tmp_path / "log"
+    # metrics of all processes together
+    process, address = started(KEEP_ALL, log, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    end = time.monotonic() + _SECONDS
+    try:
         while True:
             try:
-                self.get("/health")
-                return self
+                get(f"{address}/health")
+                break
             except (URLError, ConnectionError):
-                if self.process.poll() is not None or time.monotonic() > end:
-                    self.__exit__()
-                    raise RuntimeError(f"the server did not start: {self.written()[-3000:]}") from None
+                assert process.poll() is None and time.monotonic() < end, log.read_text(errors="replace")[-3000:]
                 time.sleep(1)
-
-    def __exit__(self, *error):
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        yield address
+    finally:
+        process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(60)
+            process.wait(60)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-    def written(self):
-        return self.log.read_text(encoding="utf-8", errors="replace")
-
-    def get(self, path):
-        with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as reply:
-            return reply.read().decode()
-
-    def complete(self, tokens, max_tokens=4, timeout=300, **options):
-        """Following tokens and their log-probabilities."""
-        asked = {"model": MODEL, "prompt": tokens, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **options}
-        request = Request(
-            f"http://127.0.0.1:{self.port}/v1/completions",
-            data=json.dumps({**asked, "logprobs": 1, "return_tokens_as_token_ids": True}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urlopen(request, timeout=timeout) as reply:
-            told = json.load(reply)["choices"][0]["logprobs"]
-        return [int(token.removeprefix("token_id:")) for token in told["tokens"]], told["token_logprobs"]
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-# as good as every step
-OPTIONS = {**KEEP_ALL, "log_every": 1e-9}
+def complete(address, tokens, **options):
+    """Following tokens and their log-probabilities."""
+    asked = {"model": MODEL, "prompt": tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **options}
+    asked |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+    request = Request(f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=300) as reply:
+        told = json.load(reply)["choices"][0]["logprobs"]
+    return [int(token.removeprefix("token_id:")) for token in told["tokens"]], told["token_logprobs"]
 
 
-def served(text):
-    """Prefill tokens sparse and dense, from the log."""
-    found = re.findall(r"flexmask served (\d+) prefill tokens sparse in \d+ steps, (\d+) dense", text)
-    assert found, text[-2000:]
-    return int(found[-1][0]), int(found[-1][1])
-
-
-def test_answers_over_http_are_the_stock_backend_s(tmp_path, written, monkeypatch):
-    # metrics of all processes together
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+def test_answers_over_http_are_the_stock_backend_s(written, server):
     expected = written("engine_run", "stock")
-    with Server(tmp_path / "log", OPTIONS) as server:
-        for asked, length, seed in (("whole", 3001, 0), ("chunks", 5000, 2), ("odd_chunks", 3000, 3)):
-            tokens, logprobs = server.complete(prompt(length, seed))
-            right = expected[asked][0]
-            assert tokens == right["tokens"]
-            for token, logprob, likely in zip(tokens, logprobs, right["logprobs"], strict=True):
-                assert abs(logprob - likely[str(token)]) < NEAR
-        with pytest.raises(HTTPError):
-            server.complete([0] * 9000)
-        with pytest.raises(HTTPError, match="400"):
-            server.complete(prompt(300), vllm_xargs={"flexmask_gamma": 2})
-        assert server.complete(prompt(3001), vllm_xargs={"flexmask_dense": True})[0] == expected["whole"][0]["tokens"]
-        assert 'flexmask:prefill_tokens_total{attention="sparse"} 11001.0' in server.get("/metrics")
-    text = server.written()
+    for asked, length, seed in (("whole", 3001, 0), ("chunks", 5000, 2), ("odd_chunks", 3000, 3)):
+        tokens, logprobs = complete(server, prompt(length, seed))
+        right = expected[asked][0]
+        assert tokens == right["tokens"]
+        for token, logprob, likely in zip(tokens, logprobs, right["logprobs"], strict=True):
+            assert abs(logprob - likely[str(token)]) < NEAR
+    with pytest.raises(HTTPError):
+        complete(server, [0] * 9000)
+    with pytest.raises(HTTPError, match="400"):
+        complete(server, prompt(300), vllm_xargs={"flexmask_gamma": 2})
+    assert complete(server, prompt(3001), vllm_xargs={"flexmask_dense": True})[0] == expected["whole"][0]["tokens"]
     # every row of three prompts, whose last chunks are longer than a block, and of the one that asked for dense attention
-    assert served(text) == (11001, 3001)
+    told = get(f"{server}/metrics")
+    assert 'flexmask:prefill_tokens_total{attention="sparse"} 11001.0' in told
+    assert 'flexmask:prefill_tokens_total{attention="dense"} 3001.0' in told
 
 
 def test_wrong_options_end_the_start_by_name(tmp_path):
-    server = Server(tmp_path / "log", {"gama": 0.9})
-    server.start()
-    try:
-        assert server.process.wait(300) != 0
-    finally:
-        server.__exit__()
-    assert "got 'gama'" in server.written()
+    log = tmp_path / "log"
+    process, _ = started({"gama": 0.9}, log)
+    assert process.wait(300) != 0
+    assert "got 'gama'" in log.read_text(errors="replace")

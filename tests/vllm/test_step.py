@@ -20,6 +20,7 @@ from flexmask.integrations.vllm.builder import SparsePrefillBuilder
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
 from flexmask.integrations.vllm.layers import role_of
 from flexmask.settings import PrefillSettings
+from tests.expected import masked_attention
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 LAYER = SimpleNamespace(layer_name="model.layers.0.attn")
@@ -55,13 +56,10 @@ class StockImpl:
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         self.calls.append(attn_metadata)
-        starts = attn_metadata.starts
-        for request, (start, stop) in enumerate(pairwise(starts)):
-            tokens = attn_metadata.lengths[request]
-            if stop == start:
-                continue
-            keys, values = rows_of(kv_cache, attn_metadata.table[request], tokens)
-            output[start:stop] = written_out(query[start:stop], keys, values, self.scale, self.sinks)
+        for request, (start, stop) in enumerate(pairwise(attn_metadata.starts)):
+            if stop > start:
+                keys, values = rows_of(kv_cache, attn_metadata.table[request], attn_metadata.lengths[request])
+                output[start:stop] = written_out(query[start:stop], keys, values, self.scale, self.sinks)
         return output
 
 
@@ -72,14 +70,9 @@ def rows_of(cache, table, tokens):
 
 
 def written_out(query, keys, values, scale, sinks=None):
-    rows, tokens = len(query), len(keys)
-    keys, values = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query, keys) * scale
-    hidden = torch.arange(tokens) > torch.arange(tokens - rows, tokens)[:, None]
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:  # a key without a value
-        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, rows, 1)], -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :tokens], values)
+    seen = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
+    out, _ = masked_attention(*(x.transpose(0, 1)[None] for x in (query, keys, values)), seen, scale, sinks=sinks)
+    return out[0].transpose(0, 1).float()
 
 
 class OneLayer(Engine):
