@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.families import FAMILIES
@@ -30,14 +31,15 @@ def make_model(family="Llama", seed=0, **options):
     return FAMILIES[family].make(seed, **options)
 
 
-def in_two_processes(script, *arguments):
-    """Run a file of this folder by torchrun, on CPUs."""
+def in_two_processes(what, folder):
+    """What both processes of `processes` give, which torchrun starts on CPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command += [str(ROOT / "tests/integrations" / script), *map(str, arguments)]
+    command += [str(ROOT / "tests/integrations/processes.py"), what, str(folder)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
 def checkpointed(model, use_reentrant=False):

@@ -22,9 +22,8 @@ BY_HEADS: dict[str, dict[str, Any]] = {
 
 def test_two_processes_of_some_heads_each_give_what_one_gives(tmp_path, model, tokens):
     model.save_pretrained(tmp_path / "model")
-    torch.save({"tokens": tokens, "options": BY_HEADS}, tmp_path / "tokens.pt")
-    in_two_processes("tensor_parallel.py", *(tmp_path / name for name in ("model", "tokens.pt", "results.pt")))
-    results = torch.load(tmp_path / "results.pt")
+    torch.save({"tokens": tokens, "options": BY_HEADS}, tmp_path / "asked.pt")
+    results, others = in_two_processes("heads", tmp_path)
     assert results["processes"] == 2
     with torch.no_grad():
         dense = model(tokens).logits
@@ -36,7 +35,7 @@ def test_two_processes_of_some_heads_each_give_what_one_gives(tmp_path, model, t
             assert torch.equal(results[f"{name}, generated"], generated)
             # the heads of process 0 are the first half
             assert torch.equal(results[f"{name}, density"], alone.stats[1][0].density[:, :2])
-            assert torch.equal(results[f"{name}, density of the others"], alone.stats[1][0].density[:, 2:])
+            assert torch.equal(others[f"{name}, density"], alone.stats[1][0].density[:, 2:])
     assert (results["dense"] - dense).abs().max() < 1e-4
     assert (results["sparse"] - dense).abs().max() > 1e-2
 
@@ -61,8 +60,7 @@ def two(tmp_path, model, tokens, code):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
     torch.save({"tokens": tokens, "bounds": bounds, "options": BY_ROWS}, tmp_path / "asked.pt")
-    in_two_processes("rows_over_ranks.py", tmp_path)
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    return in_two_processes("rows", tmp_path)
 
 
 @torch.no_grad()
