@@ -141,21 +141,16 @@ def test_sparse_attention_is_not_exported(name, strict):
     assert strict or raised.type is NotImplementedError
 
 
+LISTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    f"lists of {name}": (lambda query, key, value, name=name: lists_of(mask_function(name)(query, key, **SPARSE)), {})
+    for name in ("flexprefill", "hybrid")
+}
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", EXPORTED)
-def test_dense_attention_is_exported(name, strict):
-    inputs, (call, options) = tuple(x[:1] for x in cut(200)), EXPORTED[name]
-    module = Module(call, **options)
+@pytest.mark.parametrize(("call", "options"), [*EXPORTED.values(), *LISTS.values()], ids=[*EXPORTED, *LISTS])
+def test_dense_attention_and_block_lists_are_exported(call, options, strict):
+    inputs, module = tuple(x[:1] for x in cut(200)), Module(call, **options)
     program = torch.export.export(module, inputs, strict=strict).module()
-    other = tuple(x + 1 for x in inputs)
+    other = (3 * inputs[0], inputs[1] + 1, inputs[2])
     torch.testing.assert_close(program(*other), module(*other))
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("name", ["flexprefill", "hybrid"])
-def test_block_lists_are_exported(name, strict):
-    query, key, _ = cut(256)
-    module = Module(lambda query, key: lists_of(mask_function(name)(query, key, **SPARSE)))
-    program = torch.export.export(module, (query, key), strict=strict).module()
-    for got, expected in zip(program(3 * query, key), module(3 * query, key), strict=True):
-        assert torch.equal(got, expected)

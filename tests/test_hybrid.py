@@ -1,7 +1,6 @@
 """method="hybrid": plain code and kernels against the oracle; its thresholds."""
 
 import contextlib
-import itertools
 import math
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.cases import Case, Config, by_kernels, cases, hybrid_length, hybrid_r
 from tests.comparisons import assert_as_the_oracle, compare_drawn
 from tests.compile_support import cut, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
-from tests.expected import by_block, visible_pairs
 from tests.oracle.hybrid import Rule
 
 
@@ -98,21 +96,6 @@ def test_one_compilation_serves_both_sides_of_the_length():
             assert torch.equal(run(query, key), expected.kv_indices)
             # the second length makes the size symbolic
             assert counter.frame_count <= 2
-
-
-@pytest.fixture(scope="module")
-def case():
-    return hybrid_call(q_len=400, heads=(6, 2), seed=11)
-
-
-@pytest.mark.parametrize("length", [16384, 128])
-def test_more_gamma_keeps_more(case, length):
-    with hybrid_length(length):
-        maps = [case.with_config(gamma=gamma, min_coverage=0.0).search().keep for gamma in (0.3, 0.6, 0.8, 0.9, 0.97, 1.0)]
-    # a kept key block may take the attention away from a diagonal
-    assert all((fewer & ~more).sum() < 0.01 * fewer.sum() for fewer, more in itertools.pairwise(maps))
-    assert len({int(each.sum()) for each in maps}) > 4
-    assert torch.equal(maps[-1][0], by_block(visible_pairs(case), 16)[0].expand_as(maps[-1][0]))
 
 
 def test_what_only_early_rows_attend_to_is_kept():

@@ -1,5 +1,6 @@
 """Pictures: the Axes hold what they were given."""
 
+import itertools
 import math
 
 import pytest
@@ -20,18 +21,13 @@ def pyplot():
     plt.close("all")
 
 
-def head_rows(layers=(0, 1, 5), heads=4):
+def head_rows():
     """Two calls: layer 5 ran dense, head 1 of layer 0 in one call."""
     rows = []
-    for call in range(2):
-        for layer in layers:
-            for head in range(heads):
-                dense = layer == 5 or (layer, head, call) == (0, 1, 1)
-                distance = math.nan if dense else 0.05 + 0.1 * head + 0.01 * call
-                pattern = "dense" if dense else "query-aware" if distance < 0.1 else "vertical-slash"
-                density = 1.0 if dense else 0.1 * (head + 1) + 0.02 * call
-                values = {"density": density, "coverage": 1.0 if dense else 0.95, "js_distance": distance, "pattern": pattern}
-                rows.append({"layer": layer, "head": head, "call": call, **values})
+    for call, layer, head in itertools.product(range(2), (0, 1, 5), range(4)):
+        dense = layer == 5 or (layer, head, call) == (0, 1, 1)
+        values = {"pattern": "dense" if dense else "hybrid", "density": 1.0 if dense else 0.1 * (head + 1) + 0.02 * call}
+        rows.append({"layer": layer, "head": head, "call": call, **values})
     return rows
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.attention_calls import CPP_ERROR, SINKS, call, flexprefill_attention, padding
+from tests.expected import visible_pairs
 
 NAN = float("nan")
 PROBLEMS = {
@@ -27,25 +28,17 @@ SPARSE = [
 
 
 def spoiled(it):
-    """Key and value with NaN wherever no row can see, and which keys those are."""
-    case = it.case
-    q_len, kv_len = case.query.shape[2], case.key.shape[2]
-    slot = torch.arange(kv_len)
-    absent = torch.zeros(case.query.shape[0], kv_len, dtype=torch.bool)
-    if case.q_offset is not None:
-        absent |= slot >= (torch.as_tensor(case.q_offset).reshape(-1, 1) + q_len)
-    if case.attention_mask is not None:
-        absent |= case.attention_mask == 0
+    """Key and value with NaN wherever no row can see."""
+    absent = ~visible_pairs(it.case).any(1)[:, None, :, None]
     assert absent.any()
-    fill = absent[:, None, :, None]
-    return case.key.masked_fill(fill, NAN), it.value.masked_fill(fill, NAN), absent
+    return it.case.key.masked_fill(absent, NAN), it.value.masked_fill(absent, NAN)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 def test_dense_attention_does_not_see_them(problem, scores):
     it = call(**problem)
-    key, value, _ = spoiled(it)
+    key, value = spoiled(it)
     arguments = {**it.case.keywords(), **scores}
     clean = flexprefill_attention(it.case.query, it.case.key, it.value, **arguments)
     found = flexprefill_attention(it.case.query, key, value, **arguments)
@@ -58,16 +51,15 @@ def test_dense_attention_does_not_see_them(problem, scores):
 @pytest.mark.parametrize(("name", "scores"), SPARSE)
 def test_sparse_attention_does_not_see_them(name, scores):
     it = call(**PROBLEMS[name])
-    key, value, _ = spoiled(it)
     clean = it.attend(**scores)
-    it.case.key, it.value = key, value
+    it.case.key, it.value = spoiled(it)
     assert torch.equal(it.attend(**scores), clean)
 
 
 def test_gradients_of_dense_attention_do_not_see_them():
     it = call(**PROBLEMS["padding"])
     gradients = []
-    for key, value in ((it.case.key, it.value), spoiled(it)[:2]):
+    for key, value in ((it.case.key, it.value), spoiled(it)):
         tensors = [x.clone().requires_grad_() for x in (it.case.query, key, value)]
         flexprefill_attention(*tensors, **it.case.keywords()).square().sum().backward()
         gradients.append([x.grad for x in tensors])

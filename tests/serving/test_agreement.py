@@ -4,7 +4,6 @@ import pytest
 
 from bench.rows import read_rows
 from tests.repository import ROOT
-from tests.vllm.agreement import rows as rows_of
 from tests.vllm.bounds import FAULTS, SGLANG, VLLM, beyond
 
 RESULTS = ROOT / "bench/results"
@@ -33,27 +32,3 @@ def test_rows_beyond_their_bounds_are_found():
         assert beyond(fewer, rows, VLLM, MASKS) is not None
     fault = next(each for each in rows if each["compared"] in FAULTS)
     assert "not by more than" in beyond({**fault, "most": 2.0}, rows, VLLM, MASKS)
-
-
-def answer(token, *logprobs):
-    return {"tokens": [token], "logprobs": [{"5": logprobs[-1]}], "prompt_logprobs": list(logprobs[:-1])}
-
-
-def test_rows_compare_an_engine_s_chunks_with_whole_prompts_and_with_the_adapter():
-    runs = {
-        "latent_stock": {"whole": [answer(5, -1.0, -2.0)], "odd_chunks": [answer(5, -1.5, -2.0)]},
-        "latent": {"whole": [answer(5, -1.0, -2.0)], "odd_chunks": [answer(5, -1.25, -2.0)]},
-        "latent_sparse": {"whole": [answer(5, -3.0, -2.0)]},
-        "adapter_latent": {"latent_sparse": {"whole": {"prompt_logprobs": [-3.5], "token": 5}}},
-        "adapter_bfloat16_latent": {"latent_sparse": {"whole": {"prompt_logprobs": [-3.0], "token": 6}}},
-    }
-    found = {(row["compared"], row["asked"]): (row["most"], row["tokens_alike"]) for row in rows_of(runs)}
-    assert found == {
-        ("latent_stock in other chunks", "whole"): (0.5, 1),
-        ("latent in chunks and latent_stock whole", "odd_chunks"): (0.25, 1),
-        ("latent and latent_stock", "whole"): (0.0, 1),
-        ("latent and latent_stock", "odd_chunks"): (0.25, 1),
-        ("latent_sparse and latent_stock", "whole"): (2.0, 1),
-        ("latent_sparse and adapter", "whole"): (0.5, 1),
-        ("adapter in bfloat16 and float32, latent_sparse", "whole"): (0.5, 0),
-    }
