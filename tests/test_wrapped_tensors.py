@@ -1,5 +1,7 @@
 """Tensors that stand for more than their memory: refused by name, or served."""
 
+import functools
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -39,6 +41,7 @@ LIKE_MEMORY = {
     "one whose values are not in its memory": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
 }
 SPARSE = {**OPTIONS, "dense_below": 0}
+NAMES = ("query", "key", "value")
 
 
 @pytest.fixture(autouse=True)
@@ -49,18 +52,16 @@ def without_gradients():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning", "ignore:.*quantiz.*:UserWarning")
-@pytest.mark.parametrize("number", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_other_layouts_are_refused_by_every_call(kind, number):
-    given = list(inputs())
-    given[number] = LAYOUTS[kind](given[number])
-    name = ("query", "key", "value")[number]
-    for options in (SPARSE, OPTIONS):
+def test_other_layouts_are_refused_by_every_call(kind, name):
+    given = dict(zip(NAMES, inputs(), strict=True))
+    given[name] = LAYOUTS[kind](given[name])
+    calls = [functools.partial(sparse_attention, **given, **options) for options in (SPARSE, OPTIONS)]
+    calls += [lambda: flexprefill_mask(given["query"], given["key"], **OPTIONS)] if name != "value" else []
+    for call in calls:
         with pytest.raises(TypeError, match=f"^{name} must be a plain tensor; got {kind} tensor$"):
-            sparse_attention(*given, **options)
-    if number < 2:
-        with pytest.raises(TypeError, match=f"^{name} must be a plain tensor; got {kind} tensor$"):
-            flexprefill_mask(*given[:2], **OPTIONS)
+            call()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
@@ -71,16 +72,15 @@ def test_other_layouts_of_other_arguments_are_refused(name):
         sparse_attention(*inputs(), **OPTIONS, **{name: given.to_sparse()})
 
 
-@pytest.mark.parametrize("number", range(3), ids=["query", "key", "value"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", LIKE_MEMORY)
-def test_what_is_not_in_memory_is_refused_by_the_kernel_and_served_dense(kind, number):
-    given = list(inputs())
-    expected = sparse_attention(*given, **OPTIONS)
-    given[number] = LIKE_MEMORY[kind](given[number])
-    name = ("query", "key", "value")[number]
+def test_what_is_not_in_memory_is_refused_by_the_kernel_and_served_dense(kind, name):
+    given = dict(zip(NAMES, inputs(), strict=True))
+    expected = sparse_attention(**given, **OPTIONS)
+    given[name] = LIKE_MEMORY[kind](given[name])
     with pytest.raises(TypeError, match=f"^{name} must be a plain tensor for sparse attention; got {kind}"):
-        sparse_attention(*given, **SPARSE)
-    out = sparse_attention(*given, **OPTIONS)
+        sparse_attention(**given, **SPARSE)
+    out = sparse_attention(**given, **OPTIONS)
     torch.testing.assert_close(out.inner if isinstance(out, Wrapper) else out, expected)
 
 

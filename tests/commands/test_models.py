@@ -1,5 +1,7 @@
 """Models and texts that commands read, `flexmask tune` on a tiny model, and refusals."""
 
+from unittest.mock import Mock
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -88,23 +90,16 @@ def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_p
 def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeypatch):
     import flexmask.integrations.tune.probe as module
 
-    out, layers = tmp_path / "settings.json", []
-    measure = module.head_errors
-
-    def interrupted(inputs, *rest):
-        layers.append(inputs)
-        if len(layers) == 2:
-            raise KeyboardInterrupt
-        return measure(inputs, *rest)
-
-    monkeypatch.setattr(module, "head_errors", interrupted)
+    out = tmp_path / "settings.json"
+    measure = Mock(side_effect=[module.head_errors, KeyboardInterrupt, *[module.head_errors] * 3])
+    monkeypatch.setattr(module, "head_errors", lambda *given: measure()(*given))
     words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", "-o", out, *TUNE, "--density", "1")
     result = flexmask(*words, code=commands.INTERRUPTED)
     assert "settings.json.measured: the same command continues from there" in result.stderr.replace("\n", " ")
     assert result.stdout == ""
     assert not out.exists()
     flexmask(*words)
-    assert len(layers) == 3  # one before, one broken off, one after
+    assert measure.call_count == 3  # one before, one broken off, one after
     assert out.exists()
     # another text is refused, until told to start over
     prompt.write_text("w5 " + prompt.read_text())
@@ -114,7 +109,7 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
     flexmask(*words, "--no-resume", "--density", "7", code=2)
     assert any(tmp_path.glob("*.measured*"))
     flexmask(*words, "--no-resume")
-    assert len(layers) == 5
+    assert measure.call_count == 5
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every export says what the mask says, pair by pair."""
+"""Every export says what the mask says, pair by pair; on a GPU FlashInfer and flash-attn-4 compute with them."""
 
 import itertools
 
@@ -144,3 +144,30 @@ def test_maps_and_lists_read_no_value():
         # what reads one fails here
         with pytest.raises(DataDependentOutputException):
             to_flashinfer(mask, 1)
+
+
+def outcomes(kernel, head_dim):
+    from bench.speed import export_kernels
+
+    return {row["what"]: str(row["value"]) for row in export_kernels.checks([kernel], [head_dim])}
+
+
+def assert_right_and_caught(found, kernel):
+    assert found[kernel].startswith("right"), found
+    planted = {name: outcome for name, outcome in found.items() if name != kernel}
+    assert len(planted) == 2 and all(outcome.startswith("caught") for outcome in planted.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fa3", "fa2"])
+def test_flashinfer_computes_the_kept_pairs(backend):
+    pytest.importorskip("flashinfer")
+    assert_right_and_caught(outcomes(f"flashinfer-{backend}", 128), f"flashinfer-{backend}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_flash_attn_computes_the_kept_pairs(head_dim):
+    pytest.importorskip("flash_attn.cute")
+    assert_right_and_caught(outcomes("flash-attn-4", head_dim), "flash-attn-4")

@@ -19,7 +19,7 @@ from flexmask.flex.block_mask import block_mask_from_lists
 from tests.attention_calls import CPP_ERROR, call, check, padding
 from tests.comparisons import assert_same_attention
 from tests.compile_support import assert_same_lists
-from tests.expected import masked_attention
+from tests.expected import masked_attention, pairs_under
 
 
 def saved(mask):
@@ -52,9 +52,8 @@ def test_mask_comes_back_the_same(way, case, method):
     assert_same_lists(got, mask)
     assert got.BLOCK_SIZE == mask.BLOCK_SIZE and got.shape == mask.shape
     assert got.mask_mod.__name__ == mask.mask_mod.__name__
-    pairs = torch.meshgrid(*(torch.arange(size) for size in (2, 4, 130, 160)), indexing="ij")
-    visible = got.mask_mod(*pairs)
-    assert torch.equal(visible, mask.mask_mod(*pairs)) and visible.any() and not visible.all()
+    visible = pairs_under(got, 130, 160)
+    assert torch.equal(visible, pairs_under(mask, 130, 160)) and visible.any() and not visible.all()
     assert got.kv_indices.data_ptr() != mask.kv_indices.data_ptr()
     assert_same_lists(way(got), mask)
 

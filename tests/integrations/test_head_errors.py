@@ -10,7 +10,7 @@ from flexmask.integrations.tune.measured import AtGamma
 from flexmask.integrations.tune.result import allocate
 from flexmask.selector import selector_of
 from tests.cases import structured_inputs
-from tests.expected import masked_attention
+from tests.expected import masked_attention, pairs_under, seen_pairs
 
 GAMMAS = (0.2, 0.5, 0.8, 1.0)
 METHODS = {"hybrid": {"min_budget": 0}, "flexprefill": {"min_budget": 0, "tau": 0.12}}
@@ -19,18 +19,14 @@ METHODS = {"hybrid": {"min_budget": 0}, "flexprefill": {"min_budget": 0, "tau": 
 def expected_errors(query, key, value, gamma, method, scores, sinks, gradient=None):
     """Density and error by head, in float64."""
     make_mask = getattr(block_masks, f"{method}_mask")
-    num_heads, length = query.shape[1:3]
+    length = query.shape[2]
 
     def attend(keep):
         return masked_attention(query, key, value, keep, scores.get("scale"), scores.get("softcap"), sinks)[0]
 
-    row, column = torch.arange(length)[:, None], torch.arange(length)
-    visible = (column <= row) & (column > row - scores.get("window", length))
     mask, stats = make_mask(query, key, gamma, block_size=16, return_stats=True, **METHODS[method], **scores)
-    b, h = torch.zeros((), dtype=torch.int64), torch.arange(num_heads)[:, None, None]
-    keep = mask.mask_mod(b, h, row, column)
-    dense = attend(visible)
-    change = attend(keep & visible) - dense
+    dense = attend(seen_pairs(length, torch.zeros(1).long(), torch.ones(1, length).bool(), scores.get("window"))[:, None])
+    change = attend(pairs_under(mask, length, length)) - dense
     if gradient is not None:
         return stats.density[0], (gradient.double() * change).sum(-1).square().sum(-1)[0]
     return stats.density[0], (change.square().sum((-2, -1)) / dense.square().sum((-2, -1)))[0]

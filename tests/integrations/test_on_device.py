@@ -39,13 +39,8 @@ def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
     chunks = [(first, min(first + 200, LENGTH)) for first in range(0, LENGTH, 200)]
 
     def prefill(cache):
-        return torch.cat(
-            [
-                model(tokens[:, first:end], attention_mask=None if mask is None else mask[:, :end], past_key_values=cache).logits
-                for first, end in chunks
-            ],
-            1,
-        )
+        parts = [(tokens[:, first:end], None if mask is None else mask[:, :end]) for first, end in chunks]
+        return torch.cat([model(part, attention_mask=seen, past_key_values=cache).logits for part, seen in parts], 1)
 
     expected = prefill(static_cache(model, 700))
     # the floor keeps everything: at gamma 1 all heads would run dense
