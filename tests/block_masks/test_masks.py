@@ -51,15 +51,6 @@ def serves(name, setting):
     return setting in SERVED.get(name, (setting,))
 
 
-masks_and_settings = pytest.mark.parametrize(
-    ("name", "setting", "device"),
-    [
-        *((name, setting, "cpu") for name in MASKS for setting in SETTINGS if serves(name, setting)),
-        *(pytest.param(name, at, "cuda", marks=pytest.mark.gpu) for name in MASKS for at in ON_GPU if serves(name, at)),
-    ],
-)
-
-
 def call_in(**setting):
     return call(**{"q_len": 256, "heads": (4, 4), "block_size": 32, "seed": 7, **setting})
 
@@ -78,9 +69,15 @@ def made(name, setting, device="cpu"):
     return mask, create_mask(mask.mask_mod, *sizes, device=device).cpu()
 
 
-@masks_and_settings
-def test_lists_are_those_of_the_mask_mod_in_flex_attentions_layout(name, setting, device):
-    case, (mask, _) = case_of(setting), made(name, setting, device)
+@pytest.mark.parametrize(
+    ("name", "setting", "device"),
+    [
+        *((name, setting, "cpu") for name in MASKS for setting in SETTINGS if serves(name, setting)),
+        *(pytest.param(name, at, "cuda", marks=pytest.mark.gpu) for name in MASKS for at in ON_GPU if serves(name, at)),
+    ],
+)
+def test_lists_are_those_of_the_mask_mod_which_shows_nothing_hidden_and_each_rows_own_position(name, setting, device):
+    case, (mask, allowed) = case_of(setting), made(name, setting, device)
     batch, num_heads, q_len, _ = case.query.shape
     assert mask.shape[0] == batch and mask.shape[1] in (1, num_heads)
     assert mask.BLOCK_SIZE == (case.config.block_size, case.config.block_size)
@@ -88,11 +85,7 @@ def test_lists_are_those_of_the_mask_mod_in_flex_attentions_layout(name, setting
     for counts, indices in (lists_of(mask)[:2], lists_of(mask)[2:]):
         assert counts.device.type == device
         assert_one_list(counts, indices)
-
-
-@masks_and_settings
-def test_a_row_sees_nothing_hidden_and_its_own_position(name, setting, device):
-    allowed, visible = made(name, setting, device)[1], visible_pairs(case_of(setting))
+    visible = visible_pairs(case)
     assert not (allowed & ~visible[:, None]).any()
     sees_something = visible.any(-1)
     last_visible = torch.where(sees_something, visible.shape[-1] - 1 - visible.flip(-1).int().argmax(-1), 0)
