@@ -87,7 +87,9 @@ def lines(monkeypatch, caplog):
 
 def test_a_registered_model_says_once_that_it_ran_dense(model, tokens, lines):
     flexmask_hf.register()
+    expected = model(tokens[:, :200]).logits
     model.set_attn_implementation("flexmask")
+    assert (model(tokens[:, :200]).logits - expected).abs().max() < 1e-4
     model.generate(tokens[:, :200], max_new_tokens=3, do_sample=False)
     assert lines() == [SHORT.format(200)]
     model(tokens[:, :100])
