@@ -23,12 +23,6 @@ def test_is_dense_attention_under_the_mask(name):
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("options", [{"method": "published", "tau": 0.3, "min_budget": 16}, {"method": "hybrid", "gamma": 0.7}])
-def test_other_methods_run_too(options):
-    check(call(q_len=304, **options))
-
-
-@pytest.mark.attention
 def test_nan_in_one_head_stays_there():
     clean, spoiled = call(), call()
     before = clean.attend()

@@ -32,22 +32,20 @@ GPU_VARIANTS = {
     "float32, 512": {"q_len": 700, "block_size": 64, "head_dims": (512, 512)},
     "float16, 512, blocks of 64": {"q_len": 700, "block_size": 64, "head_dims": (512, 512), "dtype": torch.float16},
 }
-FLASH = pytest.param("flash", marks=pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed"))
+FLASH = pytest.mark.skipif(not flash_available(), reason="flash-attn-4 is not installed")
+ON_FLASH = ("bfloat16", "bfloat16, ragged chunk", "float16, padded, window")
 
 
-@pytest.mark.parametrize("name", GPU_VARIANTS)
-def test_is_dense_attention_under_the_mask_on_cuda(cuda, name):
-    check(call(**GPU_VARIANTS[name]), cuda, backend="triton")
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "bfloat16, ragged chunk", "float16, padded, window"])
-@pytest.mark.parametrize("backend", [FLASH])
-def test_flash_is_dense_attention_under_the_mask(cuda, name, backend):
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*(("triton", name) for name in GPU_VARIANTS), *(pytest.param("flash", name, marks=FLASH) for name in ON_FLASH)],
+)
+def test_is_dense_attention_under_the_mask_on_cuda(cuda, backend, name):
     check(call(**GPU_VARIANTS[name]), cuda, backend=backend)
 
 
 @pytest.mark.parametrize(
-    ("backend", "block_size"), [*(("triton", size) for size in (128, 64, 48)), pytest.param("flash", 128, marks=FLASH.marks)]
+    ("backend", "block_size"), [*(("triton", size) for size in (128, 64, 48)), pytest.param("flash", 128, marks=FLASH)]
 )
 def test_serves_window_after_window_in_one_process(cuda, backend, block_size):
     """Later windows and offsets must not break what an earlier call compiled."""
