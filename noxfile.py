@@ -40,7 +40,6 @@ NOT_ABOUT_TORCH = (
     "tests/integrations",
     "tests/kernels",
     "tests/test_documents.py",
-    "tests/test_import_effects.py",
     "tests/test_imports.py",
     "tests/test_plot.py",
     "tests/test_release.py",
