@@ -1,19 +1,25 @@
-"""What other threads compile or export reaches no model of this one."""
+"""Models in a block while other threads compile or export, and models of fake tensors, which give shapes."""
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.held_open import HELD, held_open
+from tests.integrations import common
 from tests.integrations.common import make_model, padded
 from tests.integrations.test_packed import arguments
 
 # a selection that rounding does not change: torch may take another of its compiled versions
 SPARSE = {"method": "streaming_llm", "block_size": 32, "sink_blocks": 1, "window_blocks": 2, "dense_below": 100}
-FORMS = {
+WHOLE = {
     "a prompt": lambda tokens: {},
     "padded": lambda tokens: {"attention_mask": padded(tokens)},
     "no cache": lambda tokens: {"use_cache": False},
+    "no cache, positions": lambda tokens: {"use_cache": False, "position_ids": torch.arange(tokens.shape[1])[None]},
+}
+FORMS = {
+    **WHOLE,
     "packed by positions": lambda tokens: arguments("positions"),
     "packed by bounds": lambda tokens: arguments("bounds"),
 }
@@ -64,3 +70,39 @@ def test_every_call_of_a_model_runs_while_another_thread_compiles(served, tokens
         found = results()
     for got, wanted in zip(found, expected, strict=True):
         assert_same(got, wanted)
+
+
+@pytest.fixture(params=["Llama", "Mistral"])
+def fake(request, tokens):
+    """A mode, and a model of its tensors."""
+    mode = FakeTensorMode()
+    with mode:
+        return mode, make_model(request.param)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("options", [{}, common.SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("form", WHOLE)
+def test_a_model_gives_the_shapes_that_it_gives_without_a_block(fake, tokens, form, options):
+    mode, model = fake
+    given = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in WHOLE[form](tokens).items()}
+    tokens = mode.from_tensor(tokens)
+    with mode:
+        expected = model(tokens, **given).logits
+        with flexmask_hf.sparse_prefill(model, **options, collect_masks=True) as run:
+            found = model(tokens, **given)
+    assert found.logits.shape == expected.shape
+    assert not run.unreached
+    # nothing without values is kept
+    assert run.summary().prefills == 0
+    assert set(run.masks[1]) == {None}
+
+
+def test_what_needs_values_refuses_a_model_of_fake_tensors(fake, prompt):
+    mode, model = fake
+    prompt = mode.from_tensor(prompt)
+    with mode:
+        with pytest.raises(ValueError, match=r"inspect_prefill needs a model with values; got one of fake tensors"):
+            flexmask_hf.inspect_prefill(model, prompt)
+        with pytest.raises(ValueError, match=r"tune needs a model with values; got one of fake tensors"):
+            flexmask_hf.tune(model, [prompt], density=0.5)
