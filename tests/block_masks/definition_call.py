@@ -8,98 +8,68 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracle.visibility import Visibility
+
 Blocks = list[int]
+# of a batch row by head and query block: the kept blocks, and the margin of what decided
+Definition = Callable[..., list[list[tuple[Blocks, float]]]]
 
 
 @dataclass
 class Call:
-    """One problem, written out."""
+    """One batch row of a problem, written out."""
 
-    query: Tensor
-    key: Tensor  # with as many heads as query
-    visible: Tensor  # (batch, q_len, kv_len) bool
-    position: list[list[int]]  # of each row, by batch row
-    valid_keys: list[list[int]]  # positions of the keys that are filled tokens
-    block_size: int
-    window: int | None
-    softcap: float | None
+    query: Tensor  # (num_heads, q_len, head_dim)
+    key: Tensor  # with as many heads
+    seen: Visibility
     scale: float
+    window: int | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
-        self.batch, self.num_heads, self.q_len, _ = self.query.shape
-        self.kv_len = self.key.shape[2]
-        self.num_q_blocks = -(-self.q_len // self.block_size)
-        self.num_kv_blocks = -(-self.kv_len // self.block_size)
-        self.row_is_token = [[p in set(keys) for p in rows] for rows, keys in zip(self.position, self.valid_keys, strict=True)]
-
-    def empty(self) -> tuple[Tensor, Tensor]:
-        shape = (self.batch, self.num_heads, self.num_q_blocks, self.num_kv_blocks)
-        return torch.zeros(shape, dtype=torch.bool), torch.full(shape[:3], math.inf)
+        self.num_heads, self.q_len, _ = self.query.shape
+        self.kv_len, self.block_size = self.key.shape[1], self.seen.block_size
+        self.num_q_blocks, self.num_kv_blocks = self.seen.num_q_blocks, self.seen.num_kv_blocks
+        self.valid_keys = self.seen.valid_keys.nonzero().flatten().tolist()
+        self.first_block = self.valid_keys[0] // self.block_size if self.valid_keys else 0
+        # of the last token row
+        self.last_query_block = self.seen.valid_rows[-1] // self.block_size if self.seen.valid_rows else -1
 
     def cap(self, score: Tensor) -> Tensor:
         return score if self.softcap is None else self.softcap * torch.tanh(score / self.softcap)
 
-    def scores(self, b: int, h: int, rows: list[int], keys: Tensor) -> Tensor:
+    def scores(self, h: int, rows: Blocks, keys: Tensor) -> Tensor:
         """Capped scores, (rows, keys)."""
-        return self.cap(self.query[b, h, rows] @ keys.T * self.scale)
+        return self.cap(self.query[h, rows] @ keys.T * self.scale)
 
-    def rows_of(self, b: int, block: int, blocks: int = 1) -> list[int]:
+    def position(self, row: int) -> int:
+        return self.seen.offset + row
+
+    def rows_of(self, block: int, blocks: int = 1) -> Blocks:
         """Token rows of `blocks` query blocks."""
-        first = block * self.block_size
-        rows = range(first, min(first + blocks * self.block_size, self.q_len))
-        return [row for row in rows if self.row_is_token[b][row]]
+        return [row for row in self.seen.valid_rows if 0 <= row - block * self.block_size < blocks * self.block_size]
 
-    def keys_of(self, b: int, block: int) -> Blocks:
-        return [k for k in self.valid_keys[b] if k // self.block_size == block]
+    def keys_of(self, block: int) -> Blocks:
+        return [k for k in self.valid_keys if k // self.block_size == block]
 
-    def first_block(self, b: int) -> int:
-        return self.valid_keys[b][0] // self.block_size if self.valid_keys[b] else 0
+    def mean_key(self, h: int, block: int) -> Tensor:
+        keys = self.keys_of(block)
+        return self.key[h, keys].mean(0) if keys else torch.zeros(self.key.shape[2], dtype=torch.float64)
 
-    def mean_key(self, b: int, h: int, block: int) -> Tensor:
-        keys = self.keys_of(b, block)
-        return self.key[b, h, keys].mean(0) if keys else torch.zeros(self.key.shape[3], dtype=torch.float64)
+    def visible_blocks(self, block: int) -> Blocks:
+        return [j for i, j in self.seen.visible_blocks if i == block]
 
-    def sees(self, b: int, block: int, kv_block: int) -> bool:
-        size = self.block_size
-        return bool(self.visible[b, block * size : (block + 1) * size, kv_block * size : (kv_block + 1) * size].any())
+    def own_blocks(self, block: int) -> Blocks:
+        """Key blocks of a query block's rows, the first row's first."""
+        return self.seen.position_blocks[block]
 
-    def visible_blocks(self, b: int, block: int) -> Blocks:
-        return [j for j in range(self.num_kv_blocks) if self.sees(b, block, j)]
-
-    def first_row_block(self, b: int, block: int) -> int:
-        """Key block of a query block's first row."""
-        return self.position[b][block * self.block_size] // self.block_size
-
-    def own_blocks(self, b: int, block: int) -> Blocks:
-        last = min((block + 1) * self.block_size, self.q_len) - 1
-        return sorted({self.first_row_block(b, block), self.position[b][last] // self.block_size})
-
-    def last_query_block(self, b: int) -> int:
-        """Query block of the last token row."""
-        rows = [row for row in range(self.q_len) if self.row_is_token[b][row]]
-        return rows[-1] // self.block_size if rows else -1
-
-    def attention(self, b: int, h: int, row: int) -> Tensor:
+    def attention(self, h: int, row: int) -> Tensor:
         """True attention of one row, (kv_len,); zeros where it sees nothing."""
-        seen = self.visible[b, row]
+        seen = self.seen.pairs[row]
         out = torch.zeros(self.kv_len, dtype=torch.float64)
         if seen.any():
-            out[seen] = self.scores(b, h, [row], self.key[b, h])[0][seen].softmax(0)
+            out[seen] = self.scores(h, [row], self.key[h])[0][seen].softmax(0)
         return out
-
-    def last_rows(self, b: int, count: int) -> list[int]:
-        return [row for row in range(self.q_len) if self.row_is_token[b][row]][-count:]
-
-
-def make_call(
-    query: Tensor, key: Tensor, visible: Tensor, offsets: Tensor, is_token: Tensor, block_size: int, **scores: Any
-) -> Call:
-    groups = query.shape[1] // key.shape[1]
-    q_len, kv_len = query.shape[2], key.shape[2]
-    position = [[int(offset) + t for t in range(q_len)] for offset in offsets]
-    filled = [[k for k in range(kv_len) if is_token[b, k] and k < int(offsets[b]) + q_len] for b in range(query.shape[0])]
-    given = {"window": None, "softcap": None, "scale": query.shape[3] ** -0.5, **scores}
-    return Call(query.double(), key.double().repeat_interleave(groups, 1), visible, position, filled, block_size, **given)
 
 
 def gap(low: float, high: float) -> float:
@@ -135,65 +105,49 @@ def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Block
     return kept, margin
 
 
-def static(keeps: Callable[..., bool]) -> Callable[..., tuple[Tensor, Tensor]]:
+def static(keeps: Callable[..., bool]) -> Definition:
     """A definition from a rule about single blocks."""
 
-    def row_of(call: Call, b: int, h: int, i: int, **options: Any) -> tuple[Blocks, float]:
-        return [j for j in range(call.num_kv_blocks) if keeps(call, b, h, i, j, **options)], math.inf
+    def row_of(call: Call, h: int, i: int, **options: Any) -> tuple[Blocks, float]:
+        return [j for j in range(call.num_kv_blocks) if keeps(call, h, i, j, **options)], math.inf
 
     return by_row(row_of)
 
 
-def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A definition from what one query block keeps."""
+def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Definition:
+    """A definition from what one query block of a head keeps."""
 
-    def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
-        keep, margin = call.empty()
-        for b in range(call.batch):
-            for h in range(call.num_heads):
-                for i in range(call.num_q_blocks):
-                    kept, margin[b, h, i] = row_of(call, b, h, i, **options)
-                    keep[b, h, i, kept] = True
-        return keep, margin
+    def definition(call: Call, **options: Any) -> list[list[tuple[Blocks, float]]]:
+        return [[row_of(call, h, i, **options) for i in range(call.num_q_blocks)] for h in range(call.num_heads)]
 
     return definition
 
 
-def line_blocks(call: Call, b: int, i: int, verticals: Blocks, diagonals: Blocks) -> Blocks:
-    on = {own - c for own in call.own_blocks(b, i) for c in diagonals}
-    return [j for j in range(call.num_kv_blocks) if j in verticals or j in on]
+def lines_of_heads(choose: Callable[..., tuple[Blocks, Blocks, float]]) -> Definition:
+    """A definition from the key blocks and diagonals of one head."""
+
+    def definition(call: Call, **options: Any) -> list[list[tuple[Blocks, float]]]:
+        heads = []
+        for h in range(call.num_heads):
+            verticals, diagonals, margin = choose(call, h, **options)
+            on = [{own - c for own in call.own_blocks(i) for c in diagonals} for i in range(call.num_q_blocks)]
+            kept = [[j for j in range(call.num_kv_blocks) if j in verticals or j in blocks] for blocks in on]
+            heads.append([(blocks, margin) for blocks in kept])
+        return heads
+
+    return definition
 
 
-def line_masses(call: Call, b: int, h: int, rows: list[int]) -> tuple[dict[int, float], dict[int, float]]:
+def line_masses(call: Call, h: int, rows: Blocks) -> tuple[dict[int, float], dict[int, float]]:
     """Attention of the rows by key block and block diagonal; a slash is split over the two diagonals it crosses."""
     size = call.block_size
-    seen = [(i, j) for i in range(call.num_q_blocks) for j in range(call.num_kv_blocks) if call.sees(b, i, j)]
-    vertical = dict.fromkeys(sorted({j for _, j in seen}), 0.0)
-    slash = dict.fromkeys(sorted({own - j for i, j in seen for own in call.own_blocks(b, i) if own >= j}), 0.0)
+    vertical, slash = dict.fromkeys(call.seen.key_blocks, 0.0), dict.fromkeys(call.seen.diagonals, 0.0)
     for row in rows:
-        p = call.attention(b, h, row)
-        for k in range(call.kv_len):
-            if p[k] == 0:
-                continue
+        p = call.attention(h, row)
+        for k in p.nonzero().flatten().tolist():
             vertical[k // size] += float(p[k])
-            offset = call.position[b][row] - k
-            c, x = divmod(offset, size)
+            c, x = divmod(call.position(row) - k, size)
             for diagonal, share in ((c, 1 - x / size), (c + 1, x / size)):
                 if diagonal in slash:
                     slash[diagonal] += float(p[k]) * share
     return vertical, slash
-
-
-def lines_of_heads(choose: Callable[..., tuple[Blocks, Blocks, float]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A definition from the key blocks and diagonals of one head."""
-
-    def definition(call: Call, **options: Any) -> tuple[Tensor, Tensor]:
-        keep, margin = call.empty()
-        for b in range(call.batch):
-            for h in range(call.num_heads):
-                verticals, diagonals, margin[b, h] = choose(call, b, h, **options)
-                for i in range(call.num_q_blocks):
-                    keep[b, h, i, line_blocks(call, b, i, verticals, diagonals)] = True
-        return keep, margin
-
-    return definition

@@ -1,60 +1,70 @@
 """Every method of the gallery by its definition, in plain loops and float64.
 
-A definition takes a `Call` and the method's options. It returns the kept blocks, (batch, num_heads, num_q_blocks,
-num_kv_blocks) bool, before own blocks are added and invisible ones dropped, and the margin of each row of blocks: the relative
-distance of its closest decision from the other side. Only rows with a margin must agree with float32.
+A definition takes a `Call` and the method's options. It returns, by head and query block, the kept key blocks, before own blocks
+are added and invisible ones dropped, and the margin: the relative distance of the closest decision from the other side. Only rows
+with a margin must agree with float32.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.block_masks.definition_call import Blocks, Call, by_row, gap, line_masses, lines_of_heads, static, top, top_p
+from tests.block_masks.definition_call import (
+    Blocks,
+    Call,
+    Definition,
+    by_row,
+    gap,
+    line_masses,
+    lines_of_heads,
+    static,
+    top,
+    top_p,
+)
 
 
 @static
-def causal(call: Call, b: int, h: int, i: int, j: int) -> bool:
+def causal(call: Call, h: int, i: int, j: int) -> bool:
     return True
 
 
-def is_sink(call: Call, b: int, j: int, sink_blocks: int) -> bool:
-    return 0 <= j - call.first_block(b) < sink_blocks
+def is_sink(call: Call, j: int, sink_blocks: int) -> bool:
+    return 0 <= j - call.first_block < sink_blocks
 
 
 @static
-def streaming_llm(call: Call, b: int, h: int, i: int, j: int, sink_blocks: int, window_blocks: int) -> bool:
-    return is_sink(call, b, j, sink_blocks) or call.first_row_block(b, i) - j < window_blocks
+def streaming_llm(call: Call, h: int, i: int, j: int, sink_blocks: int, window_blocks: int) -> bool:
+    return is_sink(call, j, sink_blocks) or call.own_blocks(i)[0] - j < window_blocks
 
 
 @static
-def tri_shape(call: Call, b: int, h: int, i: int, j: int, sink_blocks: int, window_blocks: int, last_blocks: int) -> bool:
-    near = call.first_row_block(b, i) - j < window_blocks
-    return is_sink(call, b, j, sink_blocks) or near or i > call.last_query_block(b) - last_blocks
+def tri_shape(call: Call, h: int, i: int, j: int, sink_blocks: int, window_blocks: int, last_blocks: int) -> bool:
+    near = call.own_blocks(i)[0] - j < window_blocks
+    return is_sink(call, j, sink_blocks) or near or i > call.last_query_block - last_blocks
 
 
 @static
-def lm_infinite(call: Call, b: int, h: int, i: int, j: int, global_tokens: int, local_tokens: int) -> bool:
-    if set(call.keys_of(b, j)) & set(call.valid_keys[b][:global_tokens]):
+def lm_infinite(call: Call, h: int, i: int, j: int, global_tokens: int, local_tokens: int) -> bool:
+    if set(call.keys_of(j)) & set(call.valid_keys[:global_tokens]):
         return True
-    return any(call.position[b][row] - k < local_tokens for row in call.rows_of(b, i) for k in call.keys_of(b, j))
+    return any(call.position(row) - k < local_tokens for row in call.rows_of(i) for k in call.keys_of(j))
 
 
 @static
-def moa(call: Call, b: int, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> bool:
+def moa(call: Call, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> bool:
     alpha, beta = plan if not isinstance(plan[0], tuple) else plan[h]
-    filled = -(-(call.position[b][-1] + 1) // call.block_size)
+    filled = -(-(call.position(call.q_len)) // call.block_size)
     span = max(1, math.floor(alpha / call.block_size + beta * filled))
-    return is_sink(call, b, j, sink_blocks) or call.first_row_block(b, i) - j < span
+    return is_sink(call, j, sink_blocks) or call.own_blocks(i)[0] - j < span
 
 
 @lines_of_heads
-def vertical_slash(call: Call, b: int, h: int, vertical_size: int, slash_size: int) -> tuple[Blocks, Blocks, float]:
-    vertical, slash = line_masses(call, b, h, call.last_rows(b, call.block_size))
-    if call.first_block(b) in vertical:
-        vertical[call.first_block(b)] = math.inf
+def vertical_slash(call: Call, h: int, vertical_size: int, slash_size: int) -> tuple[Blocks, Blocks, float]:
+    vertical, slash = line_masses(call, h, call.seen.valid_rows[-call.block_size :])
+    if call.first_block in vertical:
+        vertical[call.first_block] = math.inf
     if 0 in slash:
         slash[0] = math.inf
     verticals, margin = top(vertical, -(-vertical_size // call.block_size))
@@ -63,28 +73,28 @@ def vertical_slash(call: Call, b: int, h: int, vertical_size: int, slash_size: i
 
 
 @lines_of_heads
-def minference(call: Call, b: int, h: int, plan: Any, lines: str = "pooled") -> tuple[Blocks, Blocks, float]:
+def minference(call: Call, h: int, plan: Any, lines: str = "pooled") -> tuple[Blocks, Blocks, float]:
     size = call.block_size
     budget = plan if not isinstance(plan[0], tuple) else plan[h]
     num_keys, num_offsets = max(30, budget[0]), max(50, budget[1])
-    rows = call.last_rows(b, 64)
-    sinks = call.valid_keys[b][:30]
+    rows = call.seen.valid_rows[-64:]
+    sinks = call.valid_keys[:30]
     if lines == "pooled":
-        vertical, slash = line_masses(call, b, h, rows)
+        vertical, slash = line_masses(call, h, rows)
         vertical = {j: math.inf if j in {k // size for k in sinks} else mass for j, mass in vertical.items()}
         slash = {c: math.inf if c * size < 100 else mass for c, mass in slash.items()}
         verticals, margin = top(vertical, math.ceil(num_keys / size))
         diagonals, other = top(slash, math.ceil(num_offsets / size))
         return verticals, diagonals, min(margin, other)
-    columns = {k: math.inf if k in sinks else 0.0 for k in call.valid_keys[b]}
+    columns = {k: math.inf if k in sinks else 0.0 for k in call.valid_keys}
     offsets = {o: math.inf if o < 100 else 0.0 for o in range(call.kv_len)}
     for row in rows:
-        p = call.attention(b, h, row)
+        p = call.attention(h, row)
         for k in columns:
             columns[k] += float(p[k])
         for o in offsets:
-            if call.position[b][row] >= o:
-                offsets[o] += float(p[call.position[b][row] - o])
+            if call.position(row) >= o:
+                offsets[o] += float(p[call.position(row) - o])
     keys, margin = top(columns, int(num_keys))
     kept, other = top(offsets, int(num_offsets))
     crossed = {o // size for o in kept} | {o // size + 1 for o in kept if o % size}
@@ -92,10 +102,10 @@ def minference(call: Call, b: int, h: int, plan: Any, lines: str = "pooled") -> 
 
 
 @by_row
-def oracle(call: Call, b: int, h: int, i: int, gamma: float) -> tuple[Blocks, float]:
-    mass = dict.fromkeys(call.visible_blocks(b, i), 0.0)
-    for row in call.rows_of(b, i):
-        for k, p in enumerate(call.attention(b, h, row).tolist()):
+def oracle(call: Call, h: int, i: int, gamma: float) -> tuple[Blocks, float]:
+    mass = dict.fromkeys(call.visible_blocks(i), 0.0)
+    for row in call.rows_of(i):
+        for k, p in enumerate(call.attention(h, row).tolist()):
             if p:
                 mass[k // call.block_size] += p
     return top_p(mass, [], gamma)
@@ -103,40 +113,40 @@ def oracle(call: Call, b: int, h: int, i: int, gamma: float) -> tuple[Blocks, fl
 
 @by_row
 def flash_prefill(
-    call: Call, b: int, h: int, i: int, alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int
+    call: Call, h: int, i: int, alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int
 ) -> tuple[Blocks, float]:
     summed = {}
     for j in range(call.num_kv_blocks):
-        keys = call.keys_of(b, j)
+        keys = call.keys_of(j)
         if not keys:
             continue
         reach = math.inf if call.window is None else call.window
-        rows = [row for row in call.rows_of(b, i) if 0 <= call.position[b][row] - keys[-1] < reach]
+        rows = [row for row in call.rows_of(i) if 0 <= call.position(row) - keys[-1] < reach]
         if rows:
-            summed[j] = float(call.scores(b, h, rows, call.mean_key(b, h, j)[None]).exp().sum())
+            summed[j] = float(call.scores(h, rows, call.mean_key(h, j)[None]).exp().sum())
     limit = alpha * max(summed.values(), default=0.0)
     heavy = [j for j, value in summed.items() if value >= limit]
     margin = min((gap(value, limit) for value in summed.values() if value != limit or alpha != 1), default=math.inf)
-    last = i > call.last_query_block(b) - last_blocks
-    near = [j for j in range(call.num_kv_blocks) if call.first_row_block(b, i) - j < window_blocks]
-    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, b, j, sink_blocks)]
+    last = i > call.last_query_block - last_blocks
+    near = [j for j in range(call.num_kv_blocks) if call.own_blocks(i)[0] - j < window_blocks]
+    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
     return list(range(call.num_kv_blocks)) if last else [*heavy, *near, *sinks], margin
 
 
 @by_row
-def xattention(call: Call, b: int, h: int, i: int, stride: int, threshold: float) -> tuple[Blocks, float]:
-    size, mass = call.block_size, dict.fromkeys(call.visible_blocks(b, i), 0.0)
-    tokens = set(call.valid_keys[b])
+def xattention(call: Call, h: int, i: int, stride: int, threshold: float) -> tuple[Blocks, float]:
+    size, mass = call.block_size, dict.fromkeys(call.visible_blocks(i), 0.0)
+    tokens = set(call.valid_keys)
     for first_row in range(i * size, (i + 1) * size, stride):
         means = {}
         for first_key in range(0, call.kv_len, stride):
             # row first_row + stride - 1 - t meets key first_key + t
             pairs = [(first_row + stride - 1 - t, first_key + t) for t in range(stride)]
-            pairs = [(q, k) for q, k in pairs if q < call.q_len and call.row_is_token[b][q] and k in tokens]
-            start = call.position[b][0] + first_row
+            pairs = [(q, k) for q, k in pairs if q < call.q_len and q in call.seen.valid_rows and k in tokens]
+            start = call.position(0) + first_row
             in_reach = call.window is None or start - (first_key + stride - 1) < call.window
             if pairs and first_key <= start + stride - 1 and in_reach:
-                products = [float(call.query[b, h, q] @ call.key[b, h, k]) * call.scale for q, k in pairs]
+                products = [float(call.query[h, q] @ call.key[h, k]) * call.scale for q, k in pairs]
                 means[first_key] = float(call.cap(torch.tensor(sum(products) / len(pairs), dtype=torch.float64)))
         if not means:
             continue
@@ -144,7 +154,7 @@ def xattention(call: Call, b: int, h: int, i: int, stride: int, threshold: float
         for first_key, share in zip(means, shares, strict=True):
             if first_key // size in mass:
                 mass[first_key // size] += share
-    return top_p(mass, sorted({call.first_block(b), *call.own_blocks(b, i)}), threshold)
+    return top_p(mass, sorted({call.first_block, *call.own_blocks(i)}), threshold)
 
 
 def mean_cosine(x: Tensor) -> float:
@@ -155,21 +165,21 @@ def mean_cosine(x: Tensor) -> float:
 
 @by_row
 def sparge(
-    call: Call, b: int, h: int, i: int, similarity_threshold: float, cdf_threshold: float, topk: float | None = None
+    call: Call, h: int, i: int, similarity_threshold: float, cdf_threshold: float, topk: float | None = None
 ) -> tuple[Blocks, float]:
-    centre = call.key[b, h, call.valid_keys[b]].mean(0) if call.valid_keys[b] else 0.0
-    alike = {j: mean_cosine(call.key[b, h, call.keys_of(b, j)] - centre) for j in range(call.num_kv_blocks)}
-    rows = call.rows_of(b, i)
-    own = mean_cosine(call.query[b, h, rows])
+    centre = call.key[h, call.valid_keys].mean(0) if call.valid_keys else 0.0
+    alike = {j: mean_cosine(call.key[h, call.keys_of(j)] - centre) for j in range(call.num_kv_blocks)}
+    rows = call.rows_of(i)
+    own = mean_cosine(call.query[h, rows])
     margin = min(gap(value, similarity_threshold) for value in [*alike.values(), own])
     if own <= similarity_threshold:
         return list(range(call.num_kv_blocks)), margin
     unlike = [j for j in alike if alike[j] <= similarity_threshold]
-    candidates = [j for j in call.visible_blocks(b, i) if j not in unlike and call.keys_of(b, j)]
+    candidates = [j for j in call.visible_blocks(i) if j not in unlike and call.keys_of(j)]
     if not candidates:
         return unlike, margin
-    means = torch.stack([call.mean_key(b, h, j) for j in candidates])
-    shares = call.cap(call.query[b, h, rows].mean(0) @ means.T * call.scale).softmax(0).tolist()
+    means = torch.stack([call.mean_key(h, j) for j in candidates])
+    shares = call.cap(call.query[h, rows].mean(0) @ means.T * call.scale).softmax(0).tolist()
     values = dict(zip(candidates, shares, strict=True))
     order = sorted(values, key=lambda j: (-values[j], j))
     if topk is not None:
@@ -189,48 +199,49 @@ def sparge(
     return [*kept, *unlike], margin
 
 
-def infllm(call: Call, topk_blocks: int, local_tokens: int, execution_blocks: int, sink_blocks: int = 1) -> tuple[Tensor, Tensor]:
-    keep, margin = call.empty()
-    for b in range(call.batch):
-        for i in range(call.num_q_blocks):
-            group = i // execution_blocks * execution_blocks
-            first = call.position[b][0] + group * call.block_size
-            rows = call.rows_of(b, group, execution_blocks)
-            sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, b, j, sink_blocks)]
-            local, scores = [], {}
-            for j in range(call.num_kv_blocks):
-                keys = call.keys_of(b, j)
-                if not keys or first - keys[-1] < local_tokens:
-                    local.append(j)
-                elif j not in sinks and (call.window is None or first - keys[-1] < call.window):
-                    by_head = [
-                        float(call.cap(call.query[b, h, rows].mean(0) @ call.mean_key(b, h, j) * call.scale)) if rows else 0.0
-                        for h in range(call.num_heads)
-                    ]
-                    scores[j] = sum(by_head) / call.num_heads
-            lowest = min(scores.values(), default=0.0)
-            kept, margin[b, :, i] = top({j: score - lowest for j, score in scores.items()}, topk_blocks)
-            keep[b, :, i, [*local, *sinks, *kept]] = True
-    return keep, margin
+def infllm(
+    call: Call, topk_blocks: int, local_tokens: int, execution_blocks: int, sink_blocks: int = 1
+) -> list[list[tuple[Blocks, float]]]:
+    rows_of_blocks = []
+    for i in range(call.num_q_blocks):
+        group = i // execution_blocks * execution_blocks
+        first = call.position(group * call.block_size)
+        rows = call.rows_of(group, execution_blocks)
+        sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
+        local, scores = [], {}
+        for j in range(call.num_kv_blocks):
+            keys = call.keys_of(j)
+            if not keys or first - keys[-1] < local_tokens:
+                local.append(j)
+            elif j not in sinks and (call.window is None or first - keys[-1] < call.window):
+                by_head = [
+                    float(call.cap(call.query[h, rows].mean(0) @ call.mean_key(h, j) * call.scale)) if rows else 0.0
+                    for h in range(call.num_heads)
+                ]
+                scores[j] = sum(by_head) / call.num_heads
+        lowest = min(scores.values(), default=0.0)
+        kept, margin = top({j: score - lowest for j, score in scores.items()}, topk_blocks)
+        rows_of_blocks.append(([*local, *sinks, *kept], margin))
+    return [rows_of_blocks] * call.num_heads
 
 
 @by_row
 def hip(
-    call: Call, b: int, h: int, i: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int = 2
+    call: Call, h: int, i: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int = 2
 ) -> tuple[Blocks, float]:
     size, margin = call.block_size, math.inf
-    seen = call.visible_blocks(b, i)
-    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, b, j, sink_blocks)]
-    near = [j for j in range(call.num_kv_blocks) if call.first_row_block(b, i) - j < window_blocks]
-    start = max(call.first_block(b) + sink_blocks, seen[0] if seen else 0)
-    length = max(0, call.first_row_block(b, i) - window_blocks + 1 - start)
-    rows = [row for row in range(i * size, min((i + 1) * size, call.q_len), query_stride) if call.row_is_token[b][row]]
+    seen = call.visible_blocks(i)
+    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
+    near = [j for j in range(call.num_kv_blocks) if call.own_blocks(i)[0] - j < window_blocks]
+    start = max(call.first_block + sink_blocks, seen[0] if seen else 0)
+    length = max(0, call.own_blocks(i)[0] - window_blocks + 1 - start)
+    rows = [row for row in range(i * size, min((i + 1) * size, call.q_len), query_stride) if row in call.seen.valid_rows]
 
     def score(low: int, high: int) -> float:
-        keys = call.keys_of(b, (low + high - 1) // 2)
+        keys = call.keys_of((low + high - 1) // 2)
         if not keys or not rows:
             return -math.inf
-        return float(call.scores(b, h, rows, call.key[b, h, keys[len(keys) // 2]][None]).max())
+        return float(call.scores(h, rows, call.key[h, keys[len(keys) // 2]][None]).max())
 
     k = topk_blocks
     chunks = [(start + n * length // k, start + (n + 1) * length // k) for n in range(k)]
@@ -247,7 +258,7 @@ def hip(
 class Tested(NamedTuple):
     """The test of a method: a new one gets an entry below."""
 
-    definition: Callable[..., tuple[Tensor, Tensor]] | None  # None: it has an oracle of its own, in tests/oracle
+    definition: Definition | None  # None: it has an oracle of its own, in tests/oracle
     sparse: dict[str, Any]  # options under which it leaves something out of a short prompt
     everything: dict[str, Any]  # options under which it leaves out nothing
     others: tuple[dict[str, Any], ...] = ()  # more options under which it is compared with its definition

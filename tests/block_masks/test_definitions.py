@@ -1,5 +1,6 @@
 """Every method equals its definition: whole, in chunks, in slices, next to heads that are not finite."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -8,11 +9,11 @@ from torch import Tensor
 
 from flexmask import METHODS, select
 from tests.attention_calls import call, padding
-from tests.block_masks.definition_call import make_call
+from tests.block_masks.definition_call import Call
 from tests.block_masks.definitions import DEFINITIONS, TESTED
-from tests.block_masks.gallery import MASKS, SPARSE, mask_of
-from tests.cases import Case, structured_inputs
-from tests.expected import by_block, visible_pairs
+from tests.block_masks.gallery import MASKS, mask_of
+from tests.cases import Case
+from tests.oracle.visibility import query_offsets, visibility
 
 SIZE = 16
 MARGIN = 1e-5
@@ -31,8 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "holes and window": {"q_len": 110, "scores": {"window": 60}, "attention_mask": HOLES},
 }  # fmt: skip
 CHOICES = [(name, options) for name in DEFINITIONS for options in (TESTED[name].sparse, *TESTED[name].others)]
-# methods whose rows decide for themselves
-BY_ROW = ("causal", "flash_prefill", "hip", "infllm", "lm_infinite", "oracle", "streaming_llm", "xattention")
 
 
 def case_of(name: str) -> Case:
@@ -46,14 +45,18 @@ def map_of(name: str, case: Case, **options: Any) -> Tensor:
 def expected_of(name: str, case: Case, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Visible blocks by definition, and the rows that have a margin."""
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
-    offsets = torch.full((2,), kv_len - q_len) if case.q_offset is None else torch.as_tensor(case.q_offset)
-    is_token = torch.ones(2, kv_len).bool() if case.attention_mask is None else case.attention_mask.bool()
-    pairs = visible_pairs(case)
-    keep, margin = DEFINITIONS[name](make_call(case.query, case.key, pairs, offsets, is_token, SIZE, **case.scores), **options)
-    position = offsets[:, None] + torch.arange(q_len)
-    own = by_block(torch.arange(kv_len) // SIZE == (position // SIZE)[:, :, None], SIZE)
-    visible = by_block(pairs, SIZE)[:, None]
-    return (keep | own[:, None]) & visible, (margin > MARGIN) | ~visible.any(-1)
+    key = case.key.repeat_interleave(case.query.shape[1] // case.key.shape[1], 1)
+    tokens = torch.ones(2, kv_len) if case.attention_mask is None else case.attention_mask
+    scores, (blocks, rows) = {"scale": 32**-0.5, **case.scores}, (-(-kv_len // SIZE), -(-q_len // SIZE))
+    keep, clear = torch.zeros(2, 2, rows, blocks, dtype=torch.bool), torch.zeros(2, 2, rows, dtype=torch.bool)
+    for b, offset in enumerate(query_offsets(case.q_offset, 2, kv_len - q_len)):
+        seen = visibility(q_len, offset, tokens[b].bool(), scores.get("window"), SIZE)
+        heads = DEFINITIONS[name](Call(case.query[b].double(), key[b].double(), seen, **scores), **options)
+        for (h, i), (kept, margin) in ((at, heads[at[0]][at[1]]) for at in itertools.product(range(2), range(rows))):
+            visible = [j for r, j in seen.visible_blocks if r == i]
+            keep[b, h, i, [j for j in visible if j in kept or j in seen.position_blocks[i]]] = True
+            clear[b, h, i] = margin > MARGIN or not visible
+    return keep, clear
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -64,16 +67,6 @@ def test_keeps_the_blocks_of_its_definition(name, options, case):
     assert clear.float().mean() > 0.9, "too many rows are close calls for the comparison to say much"
     wrong = ((got != expected) & clear[..., None]).nonzero()
     assert len(wrong) == 0, f"{len(wrong)} blocks differ, the first at {wrong[0].tolist()}"
-
-
-@pytest.mark.parametrize("name", BY_ROW)
-def test_mask_of_a_chunk_is_the_rows_of_the_whole(name):
-    query, key = structured_inputs(torch.Generator().manual_seed(5), 2, 2, 1, 192, 192, 32, sharpness=2.0)
-    options = {**SPARSE[name], **({"last_blocks": 0} if name == "flash_prefill" else {}), "block_size": SIZE}
-    whole = MASKS[name](query, key, **options).to_dense()
-    for start, stop in ((0, 64), (64, 160), (160, 192)):
-        chunk = MASKS[name](query[:, :, start:stop], key, q_offset=start, **options).to_dense()
-        assert torch.equal(chunk, whole[:, :, start // SIZE : stop // SIZE])
 
 
 @pytest.mark.parametrize("case", ["whole", "offsets, window and left padding", "right padding"])
