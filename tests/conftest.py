@@ -49,6 +49,12 @@ def _same_random_numbers():
 
 
 @pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def without_kernel(monkeypatch):
     """Replace FlexAttention's output by zeros, so that nothing is compiled; gives the shapes of the queries."""
     shapes = []

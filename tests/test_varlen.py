@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from flexmask import sparse_attention_varlen
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
@@ -17,6 +16,7 @@ from tests.attention_calls import SINKS, flexprefill_attention, flexprefill_atte
 from tests.cases import structured_inputs
 from tests.comparisons import TOLERANCES, assert_same_stats
 from tests.compile_support import counting as counting
+from tests.compile_support import traced
 
 SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.1, "block_size": 32, "min_budget": 0}
 # a sequence without rows, an empty one, a single row and a chunk among them
@@ -190,12 +190,7 @@ def test_many_lengths_share_the_compilations(counting):
 @pytest.mark.parametrize("form", [list, torch.tensor])
 def test_inside_a_compilation_bounds_are_ints(form):
     inputs, q_bounds, k_bounds = pack((60, 40), (60, 50))
-    counter = CompileCounterWithBackend("eager")
-
-    @torch.compile(fullgraph=True, backend=counter)
-    def attend(*given):
-        return flexprefill_attention_varlen(*given)
-
+    attend, counter = traced(lambda *given: flexprefill_attention_varlen(*given))
     given = (*inputs, form(q_bounds), form(k_bounds))
     torch._dynamo.reset()
     if form is list:

@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_map
 from flexmask import flexprefill_mask, sparse_attention
 from tests.public_calls import OPTIONS, inputs
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 
 class Wrapper(torch.Tensor):
     """Holds another tensor, as quantized or spread ones do."""
@@ -42,12 +44,6 @@ LIKE_MEMORY = {
 }
 SPARSE = {**OPTIONS, "dense_below": 0}
 NAMES = ("query", "key", "value")
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")

@@ -29,6 +29,5 @@ def prompt(tokens):
 
 
 @pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
+def no_gradients(no_grad):
+    """Tests that differentiate enable gradients."""

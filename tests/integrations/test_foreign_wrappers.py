@@ -1,7 +1,9 @@
 """Other libraries' wrappers around attention and mask functions, as kvpress installs when it is imported."""
 
+import contextlib
 import functools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,14 +29,12 @@ def _fresh_process(monkeypatch):
     monkeypatch.setattr(model_config, "_of_process", None)
     mappings = [ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_MASK_ATTENTION_FUNCTIONS._local_mapping]
     mappings += [AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping]
-    before = [dict(each) for each in mappings]
-    for each in mappings:
-        each.pop("flexmask", None)
-    CALLS.clear()
-    yield
-    for mapping, functions in zip(mappings, before, strict=True):
-        mapping.clear()
-        mapping.update(functions)
+    with contextlib.ExitStack() as stack:
+        for each in mappings:
+            stack.enter_context(patch.dict(each))
+            each.pop("flexmask", None)
+        CALLS.clear()
+        yield
 
 
 def with_less_value(module, query, value):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -155,13 +156,8 @@ def _own_process(monkeypatch):
     """Put back the functions behind the names, and the settings."""
     monkeypatch.setattr(model_config, "_of_process", None)
     flexmask_hf.register()
-    names = ("flexmask", "flex_attention")
-    before = [
-        (interface, name, interface()[name]) for interface in (AttentionInterface, AttentionMaskInterface) for name in names
-    ]
-    yield
-    for interface, name, function in before:
-        interface.register(name, function)
+    with patch.dict(AttentionInterface._global_mapping), patch.dict(AttentionMaskInterface._global_mapping):
+        yield
 
 
 @pytest.mark.usefixtures("_own_process")

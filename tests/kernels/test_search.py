@@ -17,7 +17,7 @@ from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, sparse_cases, structured_inputs
 from tests.comparisons import assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_same_stats, compare_drawn
-from tests.compile_support import assert_same_lists, default_dtype, traced
+from tests.compile_support import assert_same_lists, default_dtype, set_to, traced
 
 pytest.importorskip("triton")
 
@@ -39,13 +39,10 @@ def _few_chunks(monkeypatch):
 @pytest.fixture
 def _poisoned():
     """Uninitialized memory holds NaN, the largest number or True."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    switch = functools.partial(torch.use_deterministic_algorithms, warn_only=True)
+    with set_to(True, torch.are_deterministic_algorithms_enabled, switch):
         assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(100).isnan().all()
         yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 poisoned = pytest.mark.usefixtures("_poisoned")

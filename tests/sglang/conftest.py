@@ -22,11 +22,3 @@ def written(tmp_path_factory):
     from tests.sglang.engine_run import ENVIRONMENT
 
     return written_by(tmp_path_factory.mktemp("engines"), ENVIRONMENT)
-
-
-@pytest.fixture
-def no_grad():
-    import torch
-
-    with torch.no_grad():
-        yield
