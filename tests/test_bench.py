@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 import pandas as pd
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flexmask
 from bench.fidelity import retrieval
@@ -27,6 +27,8 @@ from bench.ruler_model.prompts import TASKS, make_prompts
 from bench.ruler_model.vocabulary import TOKENS
 from bench.serving import table
 from bench.speed import calls, model
+from tests.integrations.common import make_model
+from tests.integrations.families import VOCABULARY
 
 SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch.float32}
 TENSORS = structured_prompt(2048, 0.2, **SMALL)
@@ -89,9 +91,7 @@ WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
 
 
 def test_the_model_attends_to_what_the_method_keeps():
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    model = SparseModel(LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=2, **shape)).eval())
-    ids = torch.randint(97, (512,), generator=torch.Generator().manual_seed(1))
+    model, ids = SparseModel(make_model()), torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(1))
     dense = model.log_probs(ids)
     with model.attending(Setting("causal", {})):
         torch.testing.assert_close(model.log_probs(ids), dense, atol=1e-4, rtol=0)

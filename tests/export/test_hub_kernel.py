@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.import_utils import is_kernels_available
 
+from tests.integrations.common import make_model
 from tests.repository import ROOT
 
 kernels = pytest.importorskip("kernels")
@@ -51,11 +51,7 @@ def test_what_the_interface_cannot_pass_is_refused(kernel):
 @pytest.mark.skipif(not is_kernels_available(), reason="needs the release of kernels that transformers accepts")
 def test_a_model_loads_it_by_name(monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", f"someone/flexmask={FOLDER}")
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=64
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
+    model = make_model()
     tokens = torch.randint(0, 64, (2, 40))
     with torch.no_grad():
         expected = model(tokens).logits
