@@ -7,7 +7,7 @@ from torch import Tensor
 from flexmask import flexprefill_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import causal_mask
-from flexmask.dense_policy import CPU_BREAK_EVEN, DensePolicy, by_head_dim
+from flexmask.dense_policy import CPU_BREAK_EVEN, by_head_dim
 from flexmask.flex.dense import dense_attention
 from tests.attention_calls import call, flexprefill_attention
 from tests.compile_support import dense_under
@@ -170,11 +170,3 @@ def test_gradients_go_through_the_sparse_kernel(cuda):
             grads.append(torch.autograd.grad(out.square().sum(), (query, key, value)))
     for pair in zip(*grads, strict=True):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
-
-
-def test_the_policy_counts_from_dense_below_on():
-    policy = DensePolicy(dense_below=100, least_rows=16, dense_layers=(3,))
-    assert policy.by_layer(0, 100) is policy.by_layer(0, None) is policy.by_size(16, 100) is None
-    assert policy.by_layer(0, 99) == "sliding window 99 < dense_below 100"
-    assert policy.by_layer(3, None) == "in dense_layers"
-    assert policy.by_size(16, 99) == "99 tokens < dense_below 100" and policy.by_size(15, 100) == "15 rows < 16"

@@ -99,7 +99,8 @@ def _forward(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _generate(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
+    options |= {"output_logits": True, "return_dict_in_generate": True}
     if cell.cache == "static":
         options["cache_implementation"] = "static"
     if cell.prefill == "chunked":
@@ -108,16 +109,7 @@ def _generate(model: Any, cell: Cell, tokens: Tensor, mask: Tensor) -> tuple[Ten
     if right:
         # the first token would come from a pad: tokens are given, and the logits of real ones compared
         options["prefix_allowed_tokens_fn"] = lambda batch, so_far: [len(so_far) % (VOCABULARY - 1) + 1 + batch]
-    out = model.generate(
-        tokens,
-        attention_mask=mask,
-        max_new_tokens=STEPS,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **options,
-    )
+    out = model.generate(tokens, attention_mask=mask, **options)
     logits = torch.stack(out.logits, 1)
     if not right:
         return logits.flatten(0, 1), out.sequences[:, LENGTH:]
