@@ -187,21 +187,3 @@ def test_few_heads_are_timed_where_dense_attention_is_slow():
     slow, fast = (random_times((4, 4, 16, None), 64, (), settings, speed, torch.zeros(())) for speed in (1.0, 1e9))
     assert (slow.share, slow.selection.tolist(), len(slow.density)) == (0.25, [0.0] * 3, 0)
     assert fast.share == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--tokens", "1"), "'--tokens': must be lengths of at least 2 tokens"),
-        (("--tokens", "many"), "'--tokens': must be numbers"),
-        (("--density", "0,0.5"), "'--density': must be shares in (0, 1]"),
-        (("--tokens", "300", "--prompt", "x"), "'--tokens': give one of --prompt and --tokens"),
-        (("--new-tokens", "8"), "'--new-tokens': needs --prompt"),
-        (("--device", "auto"), "'--device': times are of one device"),
-        (("--option", "tau=0.1"), "got 'tau', an option of flexprefill"),
-        (("--option", "dense_layers=[9]"), "'--option': dense_layers must hold layer indices below 3"),
-    ],
-)
-def test_gain_refuses(flexmask, config, words, said):
-    assert "'MODEL': no folder nowhere/at/all" in flexmask("gain", "nowhere/at/all", code=2).stderr
-    assert said in " ".join(flexmask("gain", config, *words, code=2).stderr.split())

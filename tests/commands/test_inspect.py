@@ -45,24 +45,3 @@ def test_attention_held_by_position_is_shown_with_its_warning(flexmask, folder, 
     assert len(quarters) == 4
     assert all(0 < float(share.removesuffix("%")) <= 100 for share in quarters)
     assert f"warning: The mask holds {quarters[3]} of the attention of the prompt's last quarter" in shown
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--heads", "0"], "must come with --layers"),
-        (["--layers", "a"], "must be numbers and ranges, as in 0,5-7; got 'a'"),
-        (["--layers", "3-1"], "must name at least one"),
-        (["--layers", "7"], r"layers must be in [0, 2); got 7"),
-        (["--gamma", "2"], "gamma must be"),
-    ],
-)
-def test_wrong_options_are_usage_errors(flexmask, folder, prompt, tmp_path, options, message):
-    result = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", tmp_path / "out", *options, code=2)
-    assert message in " ".join(result.stderr.replace("│", " ").split())
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_file_is_no_folder(flexmask, folder, prompt):
-    result = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", prompt, code=2)
-    assert "is not a folder" in " ".join(result.stderr.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""Models and texts that commands read, `flexmask tune` on a tiny model, and refusals."""
+"""Models that commands read, and `flexmask tune` on a tiny model."""
 
 from unittest.mock import Mock
 
@@ -8,33 +8,8 @@ pytest.importorskip("transformers")
 
 from flexmask import commands
 from flexmask.integrations.huggingface import PrefillSettings
-from tests.repository import ROOT
 
-QUICK = ("--option", "block_size=32", "--tokens", "100")
 TUNE = ("--option", "block_size=32", "--min-budget", "0", "--json")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--model", "nowhere/at/all", "--prompt", "{prompt}"), "'MODEL': no folder nowhere/at/all"),
-        (("--model", "{empty}", "--prompt", "{prompt}"), "is not a model: it has no config.json"),
-        (("--model", "{folder}", "--prompt", "{empty}/none.txt"), "none.txt: No such file"),
-        (("--model", "{folder}", "--prompt", "{blank}"), "'--prompt': {blank} is empty"),
-        (("--model", "{folder}", "--prompt", "{binary}"), "not UTF-8 text"),
-        (("--model", "{folder}", "--prompt", "{prompt}", "--option", "dense_layers=[99]"), "'--option': dense_layers must hold"),
-        (("--model", "{folder}", "--prompt", "{prompt}", "--chat"), "'--chat': the model's tokenizer has no chat template"),
-    ],
-)
-def test_a_model_or_a_text_is_refused(flexmask, folder, prompt, tmp_path, monkeypatch, words, said):
-    monkeypatch.chdir(ROOT)
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "blank.txt").write_text(" \n")
-    (tmp_path / "binary.bin").write_bytes(b"\xff\xfe\x00")
-    places = {"prompt": prompt, "folder": folder, "empty": tmp_path / "empty"}
-    places |= {"blank": tmp_path / "blank.txt", "binary": tmp_path / "binary.bin"}
-    result = flexmask("gain", *(word.format(**places) for word in words), code=2)
-    assert said.format(**places) in result.stderr
 
 
 @pytest.mark.parametrize("words", ["doctor", "gain", "inspect --prompt {} --out x", "tune --text {} --out x --density .5"])
@@ -46,16 +21,11 @@ def test_the_model_may_be_an_argument_or_an_option(flexmask, prompt, words):
 
 def test_a_mistyped_name_asks_the_hub_once(flexmask, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
-    asked = []
-
-    def metadata(url, **options):
-        asked.append((url, options["timeout"]))
-        raise OSError("no such repository")
-
+    metadata = Mock(side_effect=OSError("no such repository"))
     monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
     result = flexmask("gain", "no-such-model-anywhere", code=commands.PROBLEM)
     assert result.stderr == "flexmask: cannot load no-such-model-anywhere: no folder here, and on the hub: no such repository\n"
-    assert len(asked) == 1 and asked[0][1] <= 10
+    assert metadata.call_count == 1 and metadata.call_args.kwargs["timeout"] <= 10
 
 
 def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
@@ -110,24 +80,3 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
     assert any(tmp_path.glob("*.measured*"))
     flexmask(*words, "--no-resume")
     assert measure.call_count == 5
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "give one of --density and --error"),
-        (("--density", "1.5"), "'--density': density must be"),
-        ((*QUICK, "--density", ".001"), "'--density': density must be at least"),
-        (("--error", "-1"), "'--error': error must be"),
-        (("--density", ".5", "--method", "best"), "'--method': method must be one of"),
-        (("--density", ".5", "--tokens", "20"), "'--text': input_ids must hold more than block_size (128) tokens"),
-        (("--density", ".5", "--out", "no/such/folder/x.json"), "'--out': no folder no/such/folder"),
-        (("--density", ".5", "--out", "{folder}/config.json"), "'--out': config.json is a model's; name another file"),
-    ],
-)
-def test_tune_refuses(flexmask, folder, prompt, tmp_path, words, said):
-    words = tuple(word.format(folder=folder) for word in words)
-    out = () if "--out" in words else ("--out", tmp_path / "settings.json")
-    result = flexmask("tune", "-m", folder, "-t", prompt, *out, *words, code=2)
-    assert said in " ".join(result.stderr.split())
-    assert not (tmp_path / "settings.json").exists()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -62,45 +63,74 @@ def test_characters_that_stdout_lacks_are_escaped():
     assert run.stdout.endswith("\n|\\u0394|\n")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nothing"], "No such command 'nothing'"),
-        (["gain"], "'MODEL': give a model: its folder, or its name on the hub"),
-        (["gain", "x", "--model", "x"], "'--model': give the model once"),
-        (["gain", "nowhere/at/all", "--tokens", "300", "--prompt", "x"], "'--tokens': give one of --prompt and --tokens"),
-        (["gain", "--model", "x", "--prompt", "x", "--gama", "1"], "--gama"),
-        (["doctor", "--device", "nowhere"], "'--device': no such device"),
-        (["doctor", "--dtype", "int8"], "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),
-        (["doctor", "--gamma", "1.5"], "'--gamma': gamma must be in (0, 1]; got 1.5"),
-        (["doctor", "--method", "best"], "'--method': method must be one of"),
-        (["doctor", "--option", "tau"], "'--option': must be NAME=VALUE; got 'tau'"),
-        (["doctor", "--gamma", ".9", "--option", "gamma=.8"], "'--option': gamma is given twice"),
-        (["doctor", "--option", "tau=0.1"], "'--option': method 'hybrid' takes the options gamma"),
-        (["doctor", "--method", "causal", "--gamma", "0.1"], "'--gamma': method 'causal' takes the options of every mask only"),
-        (["doctor", "--settings", "nowhere.json"], "'--settings': cannot read nowhere.json: No such file"),
-    ],
-)
-def test_wrong_usage_names_the_option(flexmask, words, said):
-    result = flexmask(*words, code=2)
-    assert said in result.stderr
-    assert result.stdout == ""
+TUNE = "tune -m {folder} -t {prompt} --out {out}"
+INSPECT = "inspect --model {folder} --prompt {prompt} --out {out}"
+REFUSED = [
+    ("nothing", "No such command 'nothing'"),
+    ("doctor --device nowhere", "'--device': no such device"),
+    ("doctor --dtype int8", "'--dtype': must be one of float32, bfloat16, float16; got 'int8'"),
+    ("doctor --gamma 1.5", "'--gamma': gamma must be in (0, 1]; got 1.5"),
+    ("doctor --method best", "'--method': method must be one of"),
+    ("doctor --option tau", "'--option': must be NAME=VALUE; got 'tau'"),
+    ("doctor --gamma .9 --option gamma=.8", "'--option': gamma is given twice"),
+    ("doctor --option tau=0.1", "'--option': method 'hybrid' takes the options gamma"),
+    ("doctor --method causal --gamma 0.1", "'--gamma': method 'causal' takes the options of every mask only"),
+    ("doctor --settings nowhere.json", "'--settings': cannot read nowhere.json: No such file"),
+    *((f"doctor --settings {{{name}}}", f"'--settings': {{{name}}}: ") for name in ("blank", "list", "number")),
+    ("doctor --settings {heads} --gamma .9", "'--gamma': {heads} sets gamma of layer 3, which one gamma cannot override"),
+    ("gain", "'MODEL': give a model: its folder, or its name on the hub"),
+    ("gain x --model x", "'--model': give the model once"),
+    ("gain --model x --prompt x --gama 1", "--gama"),
+    ("gain nowhere/at/all", "'MODEL': no folder nowhere/at/all"),
+    ("gain --model nowhere/at/all --prompt {prompt}", "'MODEL': no folder nowhere/at/all"),
+    ("gain nowhere/at/all --tokens 300 --prompt x", "'--tokens': give one of --prompt and --tokens"),
+    ("gain {folder} --tokens 1", "'--tokens': must be lengths of at least 2 tokens"),
+    ("gain {folder} --tokens many", "'--tokens': must be numbers"),
+    ("gain {folder} --density 0,0.5", "'--density': must be shares in (0, 1]"),
+    ("gain {folder} --new-tokens 8", "'--new-tokens': needs --prompt"),
+    ("gain {folder} --device auto", "'--device': times are of one device"),
+    ("gain {folder} --option tau=0.1", "got 'tau', an option of flexprefill"),
+    ("gain {folder} --option dense_layers=[9]", "'--option': dense_layers must hold layer indices below 2"),
+    ("gain {empty} --prompt {prompt}", "is not a model: it has no config.json"),
+    ("gain {folder} --prompt {empty}/none.txt", "none.txt: No such file"),
+    ("gain {folder} --prompt {blank}", "'--prompt': {blank} is empty"),
+    ("gain {folder} --prompt {binary}", "not UTF-8 text"),
+    ("gain {folder} --prompt {prompt} --chat", "'--chat': the model's tokenizer has no chat template"),
+    (TUNE, "give one of --density and --error"),
+    (f"{TUNE} --density 1.5", "'--density': density must be"),
+    (f"{TUNE} --option block_size=32 --tokens 100 --density .001", "'--density': density must be at least"),
+    (f"{TUNE} --error -1", "'--error': error must be"),
+    (f"{TUNE} --density .5 --method best", "'--method': method must be one of"),
+    (f"{TUNE} --density .5 --tokens 20", "'--text': input_ids must hold more than block_size (128) tokens"),
+    (f"{TUNE} --density .5 --out no/such/folder/x.json", "'--out': no folder no/such/folder"),
+    (f"{TUNE} --density .5 --out {{folder}}/config.json", "'--out': config.json is a model's; name another file"),
+    (f"{INSPECT} --heads 0", "must come with --layers"),
+    (f"{INSPECT} --layers a", "must be numbers and ranges, as in 0,5-7; got 'a'"),
+    (f"{INSPECT} --layers 3-1", "must name at least one"),
+    (f"{INSPECT} --layers 7", "layers must be in [0, 2); got 7"),
+    (f"{INSPECT} --gamma 2", "gamma must be"),
+    (f"{INSPECT} --out {{prompt}}", "is not a folder"),
+]
+
+
+@pytest.fixture
+def places(tmp_path, request):
+    """Paths by name; a model and a prompt where transformers is installed."""
+    contents = {"blank": b" \n", "binary": b"\xff\xfe\x00", "list": b"[]", "number": b'{"gamma": 3}'}
+    contents["heads"] = b'{"layers": {"3": {"gamma": [0.5, 0.9]}}}'
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    made = {name: tmp_path / name for name in (*contents, "empty", "out")}
+    return {**made, **{name: request.getfixturevalue(name) for name in ("folder", "prompt") if find_spec("transformers")}}
+
+
+@pytest.mark.parametrize(("words", "said"), REFUSED)
+def test_wrong_usage_is_told(flexmask, places, words, said):
+    result = flexmask(*words.format(**places).split(), code=2)
+    assert said.format(**places) in " ".join(result.stderr.replace("│", " ").split())
+    assert (result.stdout, places["out"].exists()) == ("", False)
     assert "Traceback" not in result.output
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"gamma": 3}'])
-def test_a_settings_file_of_something_else_is_refused(flexmask, tmp_path, text):
-    path = tmp_path / "settings.json"
-    path.write_text(text)
-    said = flexmask("doctor", "--settings", path, code=2).stderr
-    assert f"'--settings': {path}: " in said
-
-
-def test_one_gamma_does_not_override_gammas_per_head(flexmask, tmp_path):
-    path = tmp_path / "settings.json"
-    path.write_text(json.dumps({"layers": {"3": {"gamma": [0.5, 0.9]}}}))
-    said = flexmask("doctor", "--settings", path, "--gamma", ".9", code=2).stderr
-    assert f"'--gamma': {path} sets gamma of layer 3, which one gamma cannot override" in said
 
 
 @pytest.mark.parametrize(
