@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.repository import ROOT
-from tests.serving.programs import refusals
-from tests.vllm.engine_run import prompt
+from tests.serving import programs
+from tests.serving.programs import prompt
 from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
 
 ENVIRONMENT = {
@@ -103,27 +103,21 @@ def main(name: str, *backend_and_out: str) -> None:
     common |= {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
     common |= {**_ON_GPU, "attention_backend": kernel[0]} if kernel else _ON_CPU
     asked = Asked(sglang.Engine(**common, **engine.arguments))
-    results = {each: getattr(asked, each)() for each in engine.asks}
+    results = {each: asked.ask(each) for each in engine.asks}
     if "enable_metrics" in engine.arguments:
         results["metrics"] = metrics()
     Path(out).write_text(json.dumps(results), encoding="utf-8")
     asked.engine.shutdown()
 
 
-class Asked:
-    """The questions, each with its answers in types that JSON has."""
-
+class Asked(programs.Asked):
     def __init__(self, engine):
         self.engine = engine
 
-    def generate(self, prompts, tokens=4, start=0, chosen=None):
-        """Greedy answers, with the log-probabilities of the prompts' tokens from `start` on (-1: of none).
-
-        `chosen` are the custom parameters of each request.
-        """
+    def generate(self, prompts, tokens=4, chosen=None, scored=True):
         common = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         given = [{**common, "custom_params": each} for each in chosen or [None] * len(prompts)]
-        logprobs = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 8}
+        logprobs = {"return_logprob": True, "logprob_start_len": 0 if scored else -1, "top_logprobs_num": 8}
         return [answer(each) for each in self.engine.generate(input_ids=prompts, sampling_params=given, **logprobs)]
 
     def empty_cache(self):
@@ -131,23 +125,9 @@ class Asked:
         while not self.engine.flush_cache().success:
             time.sleep(0.1)
 
-    def odd_chunks(self):
-        return self.generate([prompt(3000, seed=3)])
-
-    def mixed(self):
-        """Short prompts are decoded while long ones are still prefilled, and several of these share a step."""
-        return self.generate([prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)], tokens=12)
-
     def short(self):
-        """Prompts that do not fill a block."""
+        """A prompt that does not fill a block."""
         return self.generate([prompt(40, seed=4)])
-
-    def prefix_hits(self):
-        """The same prompt again, and one with the same beginning; before that the cache is emptied."""
-        self.empty_cache()
-        long, other = prompt(3000, seed=5), prompt(3300, seed=6)
-        given = (long, long, long[:2000] + other[2000:])
-        return [each for tokens in given for each in self.generate([tokens], start=-1)]
 
     def beside_each_other(self):
         """Four prompts, whose chunks share steps."""
@@ -156,15 +136,6 @@ class Asked:
 
     def beside_each_other_plainly(self):
         return self.generate([prompt(1700, seed=each) for each in range(4)])
-
-    def behind_one_prefix(self):
-        """Options of two kinds, and none, all twice; prefixes are shared where options are equal."""
-        self.empty_cache()
-        options = [{"flexmask_gamma": 0.5}, {"flexmask_dense": True}, None] * 2
-        return [self.generate([prompt(2500, seed=5)], start=-1, chosen=[each])[0] for each in options]
-
-    def wrongly(self):
-        return refusals(self.generate, prompt(300), ValueError)
 
 
 def answer(output):

@@ -15,12 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask import sparse_prefill
+from tests.serving.programs import QUESTIONS, prompt
 from tests.vllm import random_models
-from tests.vllm.engine_run import MIXTURE_CHUNK, MIXTURE_PAGE, latent_chunk, prompt
+from tests.vllm.engine_run import MIXTURE_CHUNK, MIXTURE_PAGE, latent_chunk
 from tests.vllm.engines import ENGINES, HALF, MIXTURES, MODEL
 
-# as `engine_run` asks: the prompt's length and seed, and its chunks
-QUESTIONS = {"whole": (3001, 0, 3001), "chunks": (5000, 2, 2048), "odd_chunks": (3000, 3, 777)}
 # least rows of a chunk that runs sparse beside FLASH_ATTN_MLA, which decodes the others
 LEAST_LATENT_ROWS = {"cpu": 2, "cuda": 513}
 
@@ -64,7 +63,8 @@ def main(*words_and_out):
         asked = {"whole": (tokens, len(tokens)), "odd_chunks": (tokens, latent_chunk(device))}
         engines = ("latent_sparse", "latent_half")
     else:
-        asked = {name: (prompt(length, seed), chunk) for name, (length, seed, chunk) in QUESTIONS.items()}
+        chunked = {name: QUESTIONS[name] for name in ("whole", "chunks", "odd_chunks")}
+        asked = {name: (prompt(*prompts[0]), chunk) for name, (chunk, prompts, _) in chunked.items()}
         engines, least_rows = ("sparse", "flexprefill", "by_head"), 2
     results = {
         engine: {

@@ -69,35 +69,32 @@ _COMPARED = (
 )
 
 
-def row(name, asked, left, right):
-    agree, total = same_tokens(left, right)
-    return {"compared": name, "asked": asked, "tokens_alike": agree, "tokens": total, **summary(differences(left, right))}
+def _pairs():
+    """Names of comparisons, their questions, and by engine and question the answers on both sides."""
+    for ours, theirs, questions in _COMPARED:
+        yield from ((f"{ours} and {theirs}", each, (ours, each), (theirs, each)) for each in questions)
+    for name in ("stock", "triton_stock"):
+        yield f"{name} in other chunks", "chunks", (name, "chunks"), (name, "rechunked")
+    for name in ("fault_slots", "fault_rows"):  # SGLang's
+        yield f"planted {name} and stock", "odd_chunks", (name, "odd_chunks"), ("stock", "odd_chunks")
+    for name in _OTHERS:
+        yield f"{name}_stock in other chunks", "whole", (f"{name}_stock", "whole"), (f"{name}_stock", "odd_chunks")
+        yield f"{name} in chunks and {name}_stock whole", "odd_chunks", (name, "odd_chunks"), (f"{name}_stock", "whole")
 
 
 def rows(runs):
     """One row per comparison of engines that are there."""
-    made = []
-    for ours, theirs, questions in _COMPARED:
-        left, right = runs.get(ours, {}), runs.get(theirs, {})
-        made += [
-            row(f"{ours} and {theirs}", each, left[each], right[each]) for each in questions if each in left and each in right
-        ]
-    for name in ("stock", "triton_stock"):
-        if "rechunked" in runs.get(name, {}):
-            made.append(row(f"{name} in other chunks", "chunks", runs[name]["chunks"], runs[name]["rechunked"]))
+    found = {(name, asked): told for name, run in runs.items() for asked, told in run.items()}
+    pairs = [(*names, found[one], found[other]) for *names, one, other in _pairs() if one in found and other in found]
     for name, stock in _EVERYTHING.items():
         for fault, results in runs.get(name, {}).get("faults", {}).items():
-            made.append(row(f"planted fault {fault} and stock", "odd_chunks", results, runs[stock]["odd_chunks"]))
-    for fault in [name for name in ("fault_slots", "fault_rows") if name in runs]:  # SGLang's
-        made.append(row(f"planted {fault} and stock", "odd_chunks", runs[fault]["odd_chunks"], runs["stock"]["odd_chunks"]))
-    for name in _OTHERS:
-        stock = runs.get(f"{name}_stock", {})
-        if "whole" in stock:
-            whole, odd = stock["whole"], stock["odd_chunks"]
-            made.append(row(f"{name}_stock in other chunks", "whole", whole[: len(odd)], odd))
-            if name in runs:
-                own = runs[name]["odd_chunks"]
-                made.append(row(f"{name} in chunks and {name}_stock whole", "odd_chunks", own, whole[: len(own)]))
+            pairs.append((f"planted fault {fault} and stock", "odd_chunks", results, runs[stock]["odd_chunks"]))
+    made = []
+    for name, asked, left, right in pairs:
+        left, right = left[: len(right)], right[: len(left)]
+        agree, total = same_tokens(left, right)
+        told = {"compared": name, "asked": asked, "tokens_alike": agree, "tokens": total}
+        made.append({**told, **summary(differences(left, right))})
     return made + _adapter_rows(runs)
 
 

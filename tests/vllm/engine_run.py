@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.serving.programs import plan_one_token_off, refusals
+from tests.serving import programs
+from tests.serving.programs import plan_one_token_off, prompt
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
@@ -48,23 +49,22 @@ def main(name: str, *device_and_out: str) -> None:
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
-class Asked:
-    """The questions, each with its answers in types that JSON has."""
-
+class Asked(programs.Asked):
     def __init__(self, llm):
-        self.llm = llm
+        from vllm.exceptions import VLLMValidationError
+
+        self.llm, self.refusal = llm, VLLMValidationError
 
     def counted(self, questions):
         """Answers, and how much the requests compiled and counted."""
         before = compilations()
-        results = {name: getattr(self, name)() for name in questions}
+        results = {name: self.ask(name) for name in questions}
         return {**results, "compiled_by_requests": compilations() - before, "counters": self.counts()}
 
     def in_777s(self):
-        """`odd_chunks` and `mixed`, for an engine with steps of 777 rows."""
-        mixed = [prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)]
-        answers = {"odd_chunks": self.generate([prompt(3000, seed=3)], prompt_logprobs=0)}
-        return {**answers, "mixed": self.generate(mixed, tokens=12, prompt_logprobs=0)}
+        """For an engine with steps of 777 rows, which may be in another process."""
+        self.budget = lambda rows: None
+        return {name: self.ask(name) for name in ("odd_chunks", "mixed")}
 
     def with_scales(self):
         """With an FP8 cache whose scales are not 1."""
@@ -86,26 +86,25 @@ class Asked:
 
     def of_random_model(self):
         tokens = random_models.prompt(1500)
-        whole = self.generate([tokens, tokens[:700]], prompt_logprobs=0, detokenize=False)
+        whole = self.generate([tokens, tokens[:700]])
         self.budget(333)
-        return {"whole": whole, "odd_chunks": self.generate([tokens], prompt_logprobs=0, detokenize=False)}
+        return {"whole": whole, "odd_chunks": self.generate([tokens])}
 
     def of_latent_model(self):
         tokens = random_models.prompt(1500)
         prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
-        whole = self.generate(prompts, tokens=6, prompt_logprobs=0, detokenize=False)
+        whole = self.generate(prompts, tokens=6)
         self.scheduler.scheduler_config.enable_chunked_prefill = True
         self.budget(latent_chunk(self.llm.llm_engine.vllm_config.device_config.device_type))
-        return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6, prompt_logprobs=0, detokenize=False)}
+        return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6)}
 
     def of_mixture(self):
         """Chunks of two prompts and a short one, a prompt whose beginning may be cached, and chunks that read other pages."""
         tokens = random_models.prompt(1800)
         self.budget(MIXTURE_CHUNK)
-        options = {"tokens": 6, "detokenize": False}
-        chunks = self.generate([tokens[:1700], tokens[:700], tokens[5:45]], prompt_logprobs=0, **options)
-        longer = self.generate([tokens], **options)
-        faults = {"second_page_twice": self.with_second_page_twice([tokens[:1700]], prompt_logprobs=0, **options)}
+        chunks = self.generate([tokens[:1700], tokens[:700], tokens[5:45]], tokens=6)
+        longer = self.generate([tokens], tokens=6, scored=False)
+        faults = {"second_page_twice": self.with_second_page_twice([tokens[:1700]], tokens=6)}
         pages = {
             layer.kv_cache.shape[2]
             for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
@@ -154,89 +153,39 @@ class Asked:
 
         return {name: told(role) for name, role in self.engine.roles.items()}
 
-    def generate(self, prompts, tokens=4, chosen=None, **options):
-        """Answers; `chosen` are the extra arguments of each request."""
-        from vllm import SamplingParams
-
-        common = {"temperature": 0, "max_tokens": tokens, "logprobs": 8, "ignore_eos": True, **options}
-        given = [SamplingParams(extra_args=each, **common) for each in chosen or [None] * len(prompts)]
+    def generate(self, prompts, tokens=4, chosen=None, scored=True):
+        given = [
+            sampling(tokens, prompt_logprobs=0 if scored else None, extra_args=each) for each in chosen or [None] * len(prompts)
+        ]
         return [answer(each) for each in self.llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)]
+
+    def empty_cache(self):
+        self.budget(MOST_TOKENS)
+        self.llm.reset_prefix_cache()
 
     def beside_each_other(self):
         """One prompt four times in a step, and others in chunks beside decoding rows."""
-        self.budget(MOST_TOKENS)
-        self.llm.reset_prefix_cache()
+        self.empty_cache()
         options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
-        whole = self.generate([prompt(1700, seed=1)] * 4, chosen=options, prompt_logprobs=0)
+        whole = self.generate([prompt(1700, seed=1)] * 4, chosen=options)
         self.budget(777)
         mixed = [prompt(length, seed=length) for length in (40, 1300, 2500)]
-        chunked = self.generate(mixed, chosen=[None, {"flexmask_dense": 1}, {"flexmask_gamma": 0.5}], prompt_logprobs=0)
-        return [*whole, *chunked]
-
-    def behind_one_prefix(self):
-        """Options of two kinds, both twice, and none, also twice; prefixes are shared where options are equal."""
-        self.budget(MOST_TOKENS)
-        self.llm.reset_prefix_cache()
-        options = [{"flexmask_gamma": 0.5}, {"flexmask_dense": True}, None] * 2
-        return [self.generate([prompt(2500, seed=5)], chosen=[each])[0] for each in options]
-
-    def wrongly(self):
-        from vllm.exceptions import VLLMValidationError
-
-        return refusals(self.generate, prompt(300), VLLMValidationError)
-
-    def whole(self):
-        """Two whole prompts in one step."""
-        return self.generate([prompt(3001), prompt(1700, seed=1)], prompt_logprobs=0)
-
-    def chunks(self):
-        self.budget(2048)
-        return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
-
-    def rechunked(self):
-        """The prompt of `chunks` in other ones, to measure rounding."""
-        self.budget(1024)
-        return self.generate([prompt(5000, seed=2)], prompt_logprobs=0)
-
-    def odd_chunks(self):
-        self.budget(777)
-        return self.generate([prompt(3000, seed=3)], prompt_logprobs=0)
-
-    def mixed(self):
-        """Short prompts decode while several long ones are prefilled in one step."""
-        self.budget(1000)
-        return self.generate([prompt(length, seed=length) for length in (40, 90, 2500, 1300, 200)], tokens=12, prompt_logprobs=0)
-
-    def short(self):
-        """Chunks that do not fill a block."""
-        self.budget(50)
-        return self.generate([prompt(230, seed=4)], prompt_logprobs=0)
-
-    def prefix_hits(self):
-        """The same prompt again, and one with the same beginning."""
-        self.budget(MOST_TOKENS)
-        self.llm.reset_prefix_cache()
-        long, other = prompt(3000, seed=5), prompt(3300, seed=6)
-        return [*self.generate([long]), *self.generate([long]), *self.generate([long[:2000] + other[2000:]])]
+        return [*whole, *self.generate(mixed, chosen=[None, {"flexmask_dense": 1}, {"flexmask_gamma": 0.5}])]
 
     def preempted(self):
         """Two requests that do not fit together: one is preempted."""
-        self.budget(MOST_TOKENS)
-        self.llm.reset_prefix_cache()
+        self.empty_cache()
         preempt = self.scheduler._preempt_request
         with patch.object(self.scheduler, "_preempt_request", side_effect=preempt) as counting:
-            answers = self.generate([prompt(4150, seed=7), prompt(4150, seed=8)], tokens=90)
+            answers = self.generate([prompt(4150, seed=7), prompt(4150, seed=8)], tokens=90, scored=False)
         return [*answers, {"preemptions": counting.call_count}]
 
     def aborted(self):
         """A request is dropped between its chunks; its neighbour goes on."""
-        from vllm import SamplingParams
-
         self.budget(700)
         engine = self.llm.llm_engine
-        given = SamplingParams(temperature=0, max_tokens=4, logprobs=8, ignore_eos=True)
         for name, length in (("dropped", 4000), ("kept", 2900)):
-            engine.add_request(name, {"prompt_token_ids": prompt(length, seed=length)}, given)
+            engine.add_request(name, {"prompt_token_ids": prompt(length, seed=length)}, sampling(4))
         for _ in range(3):
             engine.step()
         engine.abort_request(["dropped"])
@@ -257,12 +206,12 @@ class Asked:
             right(page_table, table, tokens)
 
         with patch.object(pages.PageTable, "__init__", wrong):
-            return self.odd_chunks()
+            return self.ask("odd_chunks")
 
     def with_offset_off_by_one(self):
         """A fault: a later chunk misses the last cached token."""
         with patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off):
-            return self.odd_chunks()
+            return self.ask("odd_chunks")
 
 
 def latent_chunk(device):
@@ -270,10 +219,10 @@ def latent_chunk(device):
     return 333 if device == "cpu" else 605
 
 
-def prompt(length, seed=0):
-    from bench.retriever.task import make_prompt
+def sampling(tokens, **options):
+    from vllm import SamplingParams
 
-    return make_prompt(length, num_needles=max(1, min(8, length // 40)), seed=seed).token_ids.tolist()
+    return SamplingParams(temperature=0, max_tokens=tokens, logprobs=8, ignore_eos=True, detokenize=False, **options)
 
 
 def answer(output):

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
 from tests.repository import ROOT
-from tests.vllm.engine_run import prompt
+from tests.serving.programs import prompt
 from tests.vllm.engines import ENVIRONMENT, KEEP_ALL, MODEL, MOST_TOKENS, PAGE
 
 NEAR = 1e-3
