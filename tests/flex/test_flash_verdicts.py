@@ -4,6 +4,8 @@ import itertools
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,29 +27,18 @@ def call():
     return FlashCall(torch.bfloat16, next(_sizes), 64)
 
 
-class Check:
-    """Notes the kinds that it checks."""
-
-    def __init__(self, verdict):
-        self.verdict, self.calls = verdict, []
-
-    def __call__(self, call, device):
-        self.calls.append((call, device))
-        return self.verdict
-
-
 def refuses(call, device):
     raise AssertionError("a check ran")
 
 
 @pytest.mark.parametrize("field", FlashCall._fields)
 def test_each_kind_is_checked_once(call, field):
-    check = Check(Verdict(lse_factor=1.5))
+    check = Mock(return_value=Verdict(lse_factor=1.5))
     other = call._replace(**{field: torch.float16 if field == "dtype" else next(_sizes)})
     for kind in (call, other):
-        assert flash_verdict(kind, CPU, check) == check.verdict
-        assert flash_verdict(kind, CPU, refuses) == check.verdict
-    assert check.calls == [(call, CPU), (other, CPU)]
+        assert flash_verdict(kind, CPU, check) == check.return_value
+        assert flash_verdict(kind, CPU, refuses) == check.return_value
+    assert check.mock_calls == [mock.call(call, CPU), mock.call(other, CPU)]
 
 
 def test_threads_wait_for_one_check(call):
@@ -69,7 +60,7 @@ def test_an_error_of_the_check_is_passed_on_and_not_kept(call):
 
     with pytest.raises(torch.OutOfMemoryError):
         flash_verdict(call, CPU, out_of_memory)
-    assert flash_verdict(call, CPU, Check(Verdict())) == Verdict()
+    assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
 
 
 @pytest.mark.parametrize(
@@ -78,7 +69,7 @@ def test_an_error_of_the_check_is_passed_on_and_not_kept(call):
 def test_no_check_runs_where_it_cannot(call, state):
     with state():
         assert flash_verdict(call, CPU, refuses) is None
-    assert flash_verdict(call, CPU, Check(Verdict())) == Verdict()
+    assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
     with state():
         assert flash_verdict(call, CPU, refuses) == Verdict()
 
@@ -89,7 +80,7 @@ def test_no_check_runs_where_it_cannot(call, state):
 )
 def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     if known is not None:
-        flash_verdict(call._replace(captures=True), CPU, Check(known))
+        flash_verdict(call._replace(captures=True), CPU, Mock(return_value=known))
     x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
     # an offset if there are more keys than rows
     key, value = torch.zeros(1, 2, 7, call.head_dim), torch.zeros(1, 2, 7, 64)
@@ -127,7 +118,7 @@ def test_what_was_missed_is_said_once(call, caplog):
 )
 def test_a_check_is_logged_with_its_time(call, caplog, verdict, level, said):
     with caplog.at_level(logging.INFO, "flexmask"):
-        flash_verdict(call, CPU, Check(verdict))
+        flash_verdict(call, CPU, Mock(return_value=verdict))
     (record,) = caplog.records
     assert record.levelno == level
     assert record.getMessage() == f"flexmask: FLASH was checked on cpu ({call}) in {verdict.seconds:.1f} s: {said}"
@@ -139,7 +130,7 @@ def test_no_check_runs_while_a_cuda_graph_is_captured(cuda, call):
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)
         assert flash_verdict(call, device, refuses) is None
-    flash_verdict(call, device, Check(Verdict()))
+    flash_verdict(call, device, Mock(return_value=Verdict()))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)
         assert flash_verdict(call, device, refuses) == Verdict()

@@ -1,5 +1,7 @@
 """Launches of kernels: each gives its own result, whatever was launched before."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -26,17 +28,14 @@ def added(run, x, length, times, constant):
 
 def test_every_launch_gives_its_own_result(cuda):
     run, numbers = made(), torch.arange(100.0, device=cuda)
-    for _ in range(2):
-        for dtype in (torch.float32, torch.bfloat16, torch.int32):
-            for view in (numbers, numbers[1:], numbers[::2], numbers[::16], numbers[:1]):
-                x = torch.empty(200, device=cuda, dtype=dtype)[1 : 1 + 2 * len(view) : 2].copy_(view)
-                for given in (x, x.contiguous()):
-                    for times in (1, 3, 16, 2**33):
-                        for constant in (0, 5):
-                            for length in (len(view), max(1, len(view) // 2)):
-                                expected = view[:length].to(dtype).double() * times + constant
-                                found = added(run, given, length, times, constant)
-                                torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    views = (numbers, numbers[1:], numbers[::2], numbers[::16], numbers[:1])
+    dtypes = (torch.float32, torch.bfloat16, torch.int32)
+    for _, dtype, view in itertools.product(range(2), dtypes, views):
+        x = torch.empty(200, device=cuda, dtype=dtype)[1 : 1 + 2 * len(view) : 2].copy_(view)
+        lengths = (len(view), max(1, len(view) // 2))
+        for given, times, constant, length in itertools.product((x, x.contiguous()), (1, 3, 16, 2**33), (0, 5), lengths):
+            expected = view[:length].to(dtype).double() * times + constant
+            torch.testing.assert_close(added(run, given, length, times, constant).double(), expected, rtol=1e-6, atol=0)
 
 
 def test_constants_out_of_order_are_refused(cuda):
