@@ -1,10 +1,13 @@
-"""Models that commands read, and `flexmask tune` on a tiny model."""
+"""Models that commands read, `flexmask tune` and `flexmask inspect` on a tiny model."""
 
+import json
+import re
 from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
 
 from flexmask import commands
 from flexmask.integrations.huggingface import PrefillSettings
@@ -80,3 +83,41 @@ def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeyp
     assert any(tmp_path.glob("*.measured*"))
     flexmask(*words, "--no-resume")
     assert measure.call_count == 5
+
+
+SPARSE = ("--dense-below", 0, "--option", "block_size=32")
+
+
+def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path):
+    out = tmp_path / "report"
+    result = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", out)
+    said = result.stdout
+    assert "530 tokens < dense_below" in said
+    assert "530 tokens < dense_below 16,384: the prompt runs dense" in result.stderr.partition("report:")[0]
+    assert f"report: {out / 'report.html'}" in said
+    assert {path.name for path in out.iterdir()} == {"report.html", "inspection.json"}
+
+
+@pytest.mark.attention
+def test_json_is_what_is_written(flexmask, folder, prompt, tmp_path):
+    out = tmp_path / "report"
+    options = [*SPARSE, "--method", "flexprefill", "--gamma", 0.6, "--min-budget", 0, "--option", "tau=0.12"]
+    where = ["--model", folder, "--prompt", prompt, "--out", out]
+    found = json.loads(flexmask("inspect", *where, *options, "--layers", "0-1", "--heads", "1", "--json").stdout)
+    assert found["report"] == str(out / "report.html")
+    written = json.loads((out / "inspection.json").read_text(encoding="utf-8"))
+    assert {name: value for name, value in found.items() if name != "report"} == written
+    expected = {"method": "flexprefill", "gamma": 0.6, "block_size": 32, "min_budget": 0, "tau": 0.12, "dense_below": 0}
+    assert written["settings"] == expected
+    assert len(written["held_by_quarter"]) == 4
+    assert [(each["layer"], each["head"]) for each in written["shown"]] == [(0, 1), (1, 1)]
+
+
+@pytest.mark.attention
+def test_attention_held_by_position_is_shown_with_its_warning(flexmask, folder, prompt, tmp_path):
+    options = [*SPARSE, "--method", "streaming_llm", "--option", "sink_blocks=1", "--option", "window_blocks=1"]
+    shown = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", tmp_path / "out", *options).stdout
+    quarters = re.search(r"attention held by quarter of the prompt, mean over layers and heads: (.*)", shown)[1].split(", ")
+    assert len(quarters) == 4
+    assert all(0 < float(share.removesuffix("%")) <= 100 for share in quarters)
+    assert f"warning: The mask holds {quarters[3]} of the attention of the prompt's last quarter" in shown
