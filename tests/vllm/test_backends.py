@@ -37,25 +37,20 @@ def _clear():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_vllm_finds_each_class_by_the_path_it_tells(name):
+def test_vllm_finds_each_class_by_the_path_it_tells_with_the_promises_it_can_keep(name):
     backend = getattr(backends, name)
     module, qualname = backend.full_cls_name()
     assert getattr(importlib.import_module(module), qualname) is backend
     assert backend.get_name() in AttentionBackendEnum.__members__
     impl, builder = backend.get_impl_cls(), backend.get_builder_cls()
-    stock = backend.__mro__[1]
-    assert issubclass(impl, stock.get_impl_cls())
-    assert issubclass(builder, stock.get_builder_cls())
+    stock_impl, stock = backend.__mro__[1].get_impl_cls(), backend.__mro__[1].get_builder_cls()
+    assert issubclass(impl, stock_impl)
+    assert issubclass(builder, stock)
     assert not getattr(impl, "__abstractmethods__", None)
     attends = "forward_mha" if backend.is_mla() else "forward"
-    assert getattr(impl, attends) is not getattr(stock.get_impl_cls(), attends)
-    assert builder.build is not stock.get_builder_cls().build
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_promises_that_sparse_prefill_cannot_keep_are_taken_back(name):
-    backend = getattr(backends, name)
-    builder, stock = backend.get_builder_cls(), backend.__mro__[1].get_builder_cls()
+    assert getattr(impl, attends) is not getattr(stock_impl, attends)
+    assert builder.build is not stock.build
+    # promises that sparse prefill cannot keep are taken back
     supported = builder.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
     most = stock.get_cudagraph_support(SimpleNamespace(), SimpleNamespace())
     assert supported.value == min(most.value, AttentionCGSupport.UNIFORM_BATCH.value)
