@@ -1,25 +1,7 @@
 """Hybrid selection as it is defined: each query block's own rows, and the lines of the representative rows.
 
-Not from the paper: FlexPrefill looks at the representative rows alone. With n the key blocks that query block r sees, N the most
-that a query block sees, n0 = length / B, ``e = g min(2, n0 / N)`` and the other constants those of a `Rule`, query block r of a
-head keeps
-
-- each key block j with ``R[r, j] >= t[r]``, where
-  ``t[r] = rows e (N / n)^p max(1, (first_rows n0 / n)^3 (1 - rule.gamma) / g)^p`` and
-  ``p = earlier_rows max(0, 1 - n0 / N)``: R is the root mean square, over every row_stride-th row of r, of the row's softmax
-  attention to the means of the key blocks it sees, each weighed by its number of keys;
-- where these hold less than min_coverage of the sum of ``R[r, j]`` over the key blocks j that r sees, more of them: t[r] is
-  halved until they hold it, and of the blocks that the last halving adds the nearest stay, as many as hold what was missing
-  before it if each holds the same, rounded up with a slack; if halvings do not suffice, each key block that r sees;
-- each key block to which one of the representative rows gives ``>= key_block e`` of its attention;
-- each block diagonal with ``S >= diagonal e``, S as in the paper, of the attention of the representative rows without that to
-  those key blocks, unless they are nearer to the row than ``nearest min_blocks`` blocks;
-- of these lines only blocks with ``R[r, j] >= lines t[r]``, unless r holds one of those rows;
-- each block on one of its nearest min_blocks block diagonals, or nearest min_blocks if it holds one of those rows;
-- the blocks that every selection keeps.
-
-Here ``g = 1 - gamma``; with gamma above rule.gamma and N above n0
-``g = (1 - rule.gamma) ((1 - gamma) / (1 - rule.gamma))^(1 + min(most_longer, longer log2(N / n0)))``.
+Not from the paper: FlexPrefill looks at the representative rows alone. docs/algorithm.md, "Hybrid selection", has the rule with
+its constants, which are those of a `Rule` here.
 """
 
 import math
