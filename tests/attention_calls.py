@@ -1,7 +1,7 @@
 """Calls of sparse_attention, and their comparison with dense attention under the expanded mask."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -17,24 +17,22 @@ flexprefill_attention_varlen = functools.partial(sparse_attention_varlen, method
 
 
 @dataclass
-class Call:
+class Call(Case):
     """A case with a value."""
 
-    case: Case
-    value: torch.Tensor
+    value: torch.Tensor = field(kw_only=True, repr=False)
 
     def attend(self, device="cpu", **keywords):
         """Output of the sparse path, and what else is requested."""
-        case, value = self.case.to(device), self.value.to(device)
-        keywords = {**case.config.call, "dense_below": 0, **case.keywords(), **keywords}
+        it = self.to(device)
+        keywords = {**it.config.call, "dense_below": 0, **it.keywords(), **keywords}
         with torch.no_grad():
-            return sparse_attention(case.query, case.key, value, **keywords)
+            return sparse_attention(it.query, it.key, it.value, **keywords)
 
     def under(self, keep, sinks=None):
         """Dense attention under a block map, and its log-sum-exp."""
-        case, scores = self.case, self.case.scores
-        mask = expanded(keep, case)
-        return masked_attention(case.query, case.key, self.value, mask, scores.get("scale"), scores.get("softcap"), sinks)
+        scale, softcap = self.scores.get("scale"), self.scores.get("softcap")
+        return masked_attention(self.query, self.key, self.value, expanded(keep, self), scale, softcap, sinks)
 
 
 def call(
@@ -46,8 +44,7 @@ def call(
     query, key = structured_inputs(generator, batch, *heads, q_len, kv_len, head_dims[0], sharpness)
     value = torch.randn(batch, heads[1], kv_len, head_dims[1], generator=generator)
     config = Config(**{"gamma": 0.5, "tau": 0.1, "min_budget": 0, "block_size": block_size, **options})
-    case = Case(query.to(dtype), key.to(dtype), config, scores or {}, attention_mask, q_offset)
-    return Call(case, value.to(dtype))
+    return Call(query.to(dtype), key.to(dtype), config, scores or {}, attention_mask, q_offset, value=value.to(dtype))
 
 
 def padding(kv_len, *kinds):
@@ -103,15 +100,14 @@ SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
 def check(call, device="cpu", **keywords):
     """Compare the kernel with dense attention under the mask; under a mask that keeps everything it must differ."""
     out, stats = call.attend(device, return_stats=True, **keywords)
-    keep = call.case.to(device).search().keep
-    query, value = call.case.query, call.value
-    assert out.dtype == query.dtype and out.shape == (*query.shape[:3], value.shape[3])
+    keep = call.to(device).search().keep
+    assert out.dtype == call.query.dtype and out.shape == (*call.query.shape[:3], call.value.shape[3])
     assert stats.dense is False
     assert_same_attention(out, call.under(keep)[0])
     assert (stats.density < 1).any()
     with pytest.raises(AssertionError, match="not close"):
         assert_same_attention(out, call.under(torch.ones_like(keep))[0])
-    padded = ~visible_pairs(call.case).any(-1)
+    padded = ~visible_pairs(call).any(-1)
     assert not out.cpu().transpose(1, 2)[padded].any()
     return out, keep
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from typing_extensions import Self
 
 from flexmask import METHODS, block_masks
 from flexmask.base.inputs import attention_inputs
@@ -162,14 +163,9 @@ class Case:
         """Print sizes instead of numbers when hypothesis reports a failing case."""
         printer.text(f"query {tuple(self.query.shape)}, key {tuple(self.key.shape)}, {self}")
 
-    def with_config(self, **changes: Any) -> Case:
-        return replace(self, config=self.config.with_options(**changes))
-
-    def to(self, device: torch.device) -> Case:
-        def moved(x: Any) -> Any:
-            return x.to(device) if isinstance(x, Tensor) else x
-
-        return replace(self, **{name: moved(getattr(self, name)) for name in ("query", "key", "attention_mask", "q_offset")})
+    def to(self, device: torch.device) -> Self:
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
     def keywords(self) -> dict[str, Any]:
         """Keywords that mask functions and the oracle share."""

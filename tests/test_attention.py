@@ -26,12 +26,12 @@ def test_is_dense_attention_under_the_mask(name):
 def test_nan_in_one_head_stays_there():
     clean, spoiled = call(), call()
     before = clean.attend()
-    spoiled.case.query[0, 1, 290] = float("nan")
+    spoiled.query[0, 1, 290] = float("nan")
     after = spoiled.attend()
     others = [0, 2, 3]
     assert torch.equal(after[:, others], before[:, others])
     spoiled = call()
-    spoiled.case.key[0, 1, 200] = float("inf")
+    spoiled.key[0, 1, 200] = float("inf")
     assert torch.equal(spoiled.attend()[:, :2], before[:, :2])
 
 
@@ -44,13 +44,13 @@ def test_log_sum_exp_is_refused_on_cpus():
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_gradients_are_refused_on_cpus(which):
     it = call()
-    tensors = [it.case.query, it.case.key, it.value, SINKS]
+    tensors = [it.query, it.key, it.value, SINKS]
     tensors[which] = tensors[which].clone().requires_grad_()
     *inputs, sinks = tensors
     with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):
-        sparse_attention(*inputs, **it.case.config.call, dense_below=0, sinks=sinks)
+        sparse_attention(*inputs, **it.config.call, dense_below=0, sinks=sinks)
     with torch.no_grad():
-        out = sparse_attention(*inputs, **it.case.config.call, dense_below=0, sinks=sinks)
+        out = sparse_attention(*inputs, **it.config.call, dense_below=0, sinks=sinks)
     assert torch.equal(out, it.attend(sinks=SINKS))
 
 

@@ -70,7 +70,7 @@ def test_a_cached_graph_serves_its_own_block_size(cuda):
 def test_log_sum_exp_is_that_of_kept_scores(cuda):
     it = call(q_len=700, block_size=64, head_dims=(64, 64), batch=2, attention_mask=padding(700, ("left", 100), ("left", 0)))
     out, lse = it.attend(cuda, return_lse=True, backend="triton")
-    expected, wanted = it.under(it.case.to(cuda).search().keep)
+    expected, wanted = it.under(it.to(cuda).search().keep)
     assert_same_attention(out, expected)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-4, rtol=1e-4)
@@ -81,14 +81,14 @@ def test_log_sum_exp_is_that_of_kept_scores(cuda):
 def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
     attention_mask = padding(600, ("left", 90)) if padded else None
     it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=attention_mask)
-    keep = it.case.to(cuda).search().keep
-    tensors = [x.to(cuda).requires_grad_() for x in (it.case.query, it.case.key, it.value)]
+    keep = it.to(cuda).search().keep
+    tensors = [x.to(cuda).requires_grad_() for x in (it.query, it.key, it.value)]
     moved = None if attention_mask is None else attention_mask.to(cuda)
-    out = sparse_attention(*tensors, **it.case.config.call, dense_below=0, attention_mask=moved, backend="triton")
+    out = sparse_attention(*tensors, **it.config.call, dense_below=0, attention_mask=moved, backend="triton")
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
     (out * weights.to(cuda)).sum().backward()
-    exact = [x.double().requires_grad_() for x in (it.case.query, it.case.key, it.value)]
-    expected, _ = masked_attention(*exact, expanded(keep, it.case))
+    exact = [x.double().requires_grad_() for x in (it.query, it.key, it.value)]
+    expected, _ = masked_attention(*exact, expanded(keep, it))
     (expected * weights).sum().backward()
     assert_same_attention(out.detach(), expected.detach())
     for got, wanted in zip(tensors, exact, strict=True):

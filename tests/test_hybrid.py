@@ -51,7 +51,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 def hybrid_call(**given: Any) -> Case:
     defaults = {"method": "hybrid", "heads": (2, 1), "row_stride": 4, "sharpness": 5.0, "seed": 3}
-    return call(**{**defaults, **given}).case
+    return call(**{**defaults, **given})
 
 
 @pytest.mark.parametrize("by", ["plain, short", "plain, long", "kernels, long"])

@@ -57,7 +57,7 @@ def test_published_keeps_every_block_at_gamma_one(tau):
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 def test_every_window_around_the_edges_of_blocks_equals_the_reference(method):
     for window in range(30, 52):
-        case = call(q_len=91, kv_len=139, heads=(2, 1), scores={"window": window}, method=method, tau=0.5, row_stride=4).case
+        case = call(q_len=91, kv_len=139, heads=(2, 1), scores={"window": window}, method=method, tau=0.5, row_stride=4)
         assert_as_the_oracle(case.search(), case.reference())
 
 

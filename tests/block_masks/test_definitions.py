@@ -35,7 +35,7 @@ CHOICES = [(name, options) for name in DEFINITIONS for options in (TESTED[name].
 
 
 def case_of(name: str) -> Case:
-    return call(**CASES[name], batch=2, heads=(2, 1), block_size=SIZE, seed=3, sharpness=2.0).case
+    return call(**CASES[name], batch=2, heads=(2, 1), block_size=SIZE, seed=3, sharpness=2.0)
 
 
 def map_of(name: str, case: Case, **options: Any) -> Tensor:
@@ -80,7 +80,7 @@ def test_slices_of_rows_change_nothing(name, case, monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("infllm", "causal")])
 def test_a_head_that_is_not_finite_spoils_no_other(name, bad):
-    case = call(q_len=112, batch=2, seed=5, sharpness=2.0).case
+    case = call(q_len=112, batch=2, seed=5, sharpness=2.0)
     expected = map_of(name, case)
     case.query[0, 1, 50:60] = bad
     got = map_of(name, case)

@@ -57,7 +57,7 @@ def call_in(**setting):
 
 @functools.cache
 def case_of(setting):
-    return call_in(**SETTINGS[setting]).case
+    return call_in(**SETTINGS[setting])
 
 
 @functools.cache
@@ -112,15 +112,15 @@ def lengths_forgotten():
 def test_keeping_everything_is_dense_attention(name, device):
     shared = {"q_len": 300, "kv_len": 333, "attention_mask": padding(333, ("left", 66), ("left", 133)), "scores": {"window": 200}}
     it = call_in(batch=2, heads=(4, 2), **({} if name == "published" else shared))
-    case = it.case.to(device)
+    there = it.to(device)
     with torch.compiler.set_stance("force_eager"):  # other tests compile masks
-        mask = mask_of(name, case, **TESTED[name].everything)
+        mask = mask_of(name, there, **TESTED[name].everything)
     if not CPU_TAKES_UNBACKED_SIZES:
         torch._dynamo.reset()  # the C++ of this torch compiles for constant lengths alone
     with torch.no_grad():
-        inputs = attention_inputs(case.query, case.key, it.value.to(device))
+        inputs = attention_inputs(there.query, there.key, there.value)
         out, _ = run_flex_attention(inputs, mask, "cpu" if device == "cpu" else "triton")
-    everything = torch.ones(2, 4, *(-(-x.shape[2] // 32) for x in (case.query, case.key)), dtype=torch.bool)
+    everything = torch.ones(2, 4, *(-(-x.shape[2] // 32) for x in (it.query, it.key)), dtype=torch.bool)
     assert_same_attention(out, it.under(everything)[0])
 
 

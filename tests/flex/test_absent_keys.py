@@ -29,9 +29,9 @@ SPARSE = [
 
 def spoiled(it):
     """Key and value with NaN wherever no row can see."""
-    absent = ~visible_pairs(it.case).any(1)[:, None, :, None]
+    absent = ~visible_pairs(it).any(1)[:, None, :, None]
     assert absent.any()
-    return it.case.key.masked_fill(absent, NAN), it.value.masked_fill(absent, NAN)
+    return it.key.masked_fill(absent, NAN), it.value.masked_fill(absent, NAN)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
@@ -39,9 +39,9 @@ def spoiled(it):
 def test_dense_attention_does_not_see_them(problem, scores):
     it = call(**problem)
     key, value = spoiled(it)
-    arguments = {**it.case.keywords(), **scores}
-    clean = flexprefill_attention(it.case.query, it.case.key, it.value, **arguments)
-    found = flexprefill_attention(it.case.query, key, value, **arguments)
+    arguments = {**it.keywords(), **scores}
+    clean = flexprefill_attention(it.query, it.key, it.value, **arguments)
+    found = flexprefill_attention(it.query, key, value, **arguments)
     for got, wanted in zip(found, clean, strict=True) if "return_lse" in scores else [(found, clean)]:
         torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-6)
 
@@ -52,16 +52,16 @@ def test_dense_attention_does_not_see_them(problem, scores):
 def test_sparse_attention_does_not_see_them(name, scores):
     it = call(**PROBLEMS[name])
     clean = it.attend(**scores)
-    it.case.key, it.value = spoiled(it)
+    it.key, it.value = spoiled(it)
     assert torch.equal(it.attend(**scores), clean)
 
 
 def test_gradients_of_dense_attention_do_not_see_them():
     it = call(**PROBLEMS["padding"])
     gradients = []
-    for key, value in ((it.case.key, it.value), spoiled(it)):
-        tensors = [x.clone().requires_grad_() for x in (it.case.query, key, value)]
-        flexprefill_attention(*tensors, **it.case.keywords()).square().sum().backward()
+    for key, value in ((it.key, it.value), spoiled(it)):
+        tensors = [x.clone().requires_grad_() for x in (it.query, key, value)]
+        flexprefill_attention(*tensors, **it.keywords()).square().sum().backward()
         gradients.append([x.grad for x in tensors])
     for clean, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, clean, atol=1e-6, rtol=1e-6)

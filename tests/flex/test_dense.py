@@ -26,11 +26,11 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
     it = call(**keywords)
     decodes = keywords["q_len"] == 1
     below = {} if decodes else {"dense_below": 101}
-    expected, lse = it.under(torch.ones_like(it.case.search().keep))
+    expected, lse = it.under(torch.ones_like(it.search().keep))
     out, stats = it.attend(return_stats=True, **below)
     assert stats.dense is True and (stats.density == 1).all()
     assert (stats.coverage == 1).all() and stats.js_distance.isnan().all()
-    assert not stats.is_query_aware.any() and out.dtype == it.case.query.dtype
+    assert not stats.is_query_aware.any() and out.dtype == it.query.dtype
     assert_same_attention(out, expected)
     again, got, more = it.attend(return_lse=True, return_stats=True, **below)
     assert isinstance(more, SelectionStats)
@@ -45,7 +45,7 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     it = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
     whole = it.attend(dense_below=101, **keywords)
     # 13 rows at a time
-    for name, most in (("_MOST_SCORES", it.case.query.shape[1] * 100 * 13), ("_MOST_VISIBLE", 100 * 13)):
+    for name, most in (("_MOST_SCORES", it.query.shape[1] * 100 * 13), ("_MOST_VISIBLE", 100 * 13)):
         monkeypatch.setattr(dense, name, most)
     parts = it.attend(dense_below=101, **keywords)
     torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
@@ -55,11 +55,11 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
 
 def test_gradients_flow_through_the_dense_path():
     it = call(q_len=50, scores={"softcap": 2.0}, attention_mask=padding(50, ("left", 10)))
-    tensors = [x.clone().requires_grad_() for x in (it.case.query, it.case.key, it.value)]
-    out = flexprefill_attention(*tensors, **it.case.config.call, dense_below=64, **it.case.keywords())
+    tensors = [x.clone().requires_grad_() for x in (it.query, it.key, it.value)]
+    out = flexprefill_attention(*tensors, **it.config.call, dense_below=64, **it.keywords())
     out.square().sum().backward()
     exact = [x.detach().clone().double().requires_grad_() for x in tensors]
-    masked_attention(*exact, visible_pairs(it.case)[:, None], softcap=2.0)[0].square().sum().backward()
+    masked_attention(*exact, visible_pairs(it)[:, None], softcap=2.0)[0].square().sum().backward()
     for got, wanted in zip(tensors, exact, strict=True):
         torch.testing.assert_close(got.grad.double(), wanted.grad, atol=1e-4, rtol=1e-4)
 

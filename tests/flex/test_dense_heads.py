@@ -22,7 +22,7 @@ GAMMAS = (0.3, 1.0, 1.0, 1.0)
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
     it = call(LENGTH, seed=18, sharpness=5.0)
-    return it.case.query, it.case.key, it.value
+    return it.query, it.key, it.value
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def test_what_the_kernel_may_take_runs_or_is_refused_in_its_words(cuda, device, 
         with pytest.raises(ValueError, match=words):
             it.attend(cuda, backend="flash")
         return
-    out, keep = it.attend(cuda, backend="flash"), it.case.to(cuda).search().keep
+    out, keep = it.attend(cuda, backend="flash"), it.to(cuda).search().keep
     expected, wanted = it.under(keep)
     assert_same_attention(out, expected)
     with pytest.raises(AssertionError, match="not close"):
@@ -103,9 +103,9 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
     it = call(**{"dtype": torch.bfloat16, "block_size": 128, "gamma": 0.3, **given})
     moved = None if sinks is None else sinks.to(cuda)
     out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
-    expected, _ = it.under(it.case.to(cuda).search().keep, sinks)
-    wanted = it.under(it.case.to(cuda).search().keep)[1]
-    tolerance = 1e-2 if "softcap" in it.case.scores else 1e-3
+    expected, _ = it.under(it.to(cuda).search().keep, sinks)
+    wanted = it.under(it.to(cuda).search().keep)[1]
+    tolerance = 1e-2 if "softcap" in it.scores else 1e-3
 
     def close():
         assert_same_attention(out, expected)
@@ -116,7 +116,7 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
     for one, other in zip(it.attend(cuda, sinks=moved, return_lse=True), (out, lse), strict=True):
         assert torch.equal(one, other)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, it.under(torch.ones_like(it.case.to(cuda).search().keep), sinks)[0])
+        assert_same_attention(out, it.under(torch.ones_like(it.to(cuda).search().keep), sinks)[0])
     # head by head
     out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash", max_mask_bytes=1)
     close()
@@ -125,7 +125,7 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
 def test_packed_sequences_have_them_too(cuda):
     lengths, softcap = (300, 1500, 40), 5.0
     it = call(sum(lengths), head_dims=(64, 64), dtype=torch.bfloat16)
-    given = [x[0].transpose(0, 1).contiguous().to(cuda) for x in (it.case.query, it.case.key, it.value)]
+    given = [x[0].transpose(0, 1).contiguous().to(cuda) for x in (it.query, it.key, it.value)]
     scores = {"sinks": SINKS.to(cuda), "softcap": softcap, "backend": "flash", "return_lse": True}
     options = {"method": "flexprefill", "gamma": 0.3, "min_budget": 0, "dense_below": 1000}
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_packed_sequences_have_them_too(cuda):
     torch.testing.assert_close(out[300:1800], alone[0][0].transpose(0, 1), atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse[:, 300:1800], alone[1][0], atol=1e-3, rtol=0)
     for start, stop in ((0, 300), (1800, 1840)):
-        query, key, value = (x[None, :, start:stop] for x in (it.case.query[0], it.case.key[0], it.value[0]))
+        query, key, value = (x[None, :, start:stop] for x in (it.query[0], it.key[0], it.value[0]))
         causal = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
         expected = masked_attention(query, key, value, causal, softcap=softcap, sinks=SINKS)
         assert_same_attention(out[start:stop].transpose(0, 1)[None], expected[0])
@@ -143,13 +143,11 @@ def test_packed_sequences_have_them_too(cuda):
 
 
 def test_later_calls_wait_for_nothing(cuda, nothing_waits):
-    it = call(1500, head_dims=(64, 64), dtype=torch.bfloat16, block_size=128, gamma=0.3)
-    case, value, sinks = it.case.to(cuda), it.value.to(cuda), SINKS.to(cuda)
+    it, sinks = call(1500, head_dims=(64, 64), dtype=torch.bfloat16, block_size=128, gamma=0.3).to(cuda), SINKS.to(cuda)
+    options = {"gamma": 0.3, "min_budget": 0, "dense_below": 0, "sinks": sinks, "return_lse": True}
 
     def attend():
-        return sparse_attention(
-            case.query, case.key, value, "flexprefill", gamma=0.3, min_budget=0, dense_below=0, sinks=sinks, return_lse=True
-        )
+        return sparse_attention(it.query, it.key, it.value, "flexprefill", **options)
 
     with torch.no_grad():
         expected = attend()

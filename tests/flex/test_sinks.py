@@ -33,7 +33,7 @@ SINKS_BY_DEVICE = [
 @pytest.mark.parametrize(("name", "device"), SINKS_BY_DEVICE)
 def test_sinks_are_one_more_logit(name, device):
     it = call(**VARIANTS[name])
-    keep = it.case.to(device).search().keep
+    keep = it.to(device).search().keep
     out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
     assert (stats.density < 1).any()
     assert_same_attention(out, it.under(keep, SINKS)[0])
@@ -52,7 +52,7 @@ def test_sinks_go_with_their_heads_through_head_groups():
 @pytest.mark.parametrize("rows", [1, 170])
 def test_dense_path_has_sinks(rows):
     it = call(**VARIANTS["everything"])
-    it.case.query = it.case.query[:, :, :rows]
+    it.query = it.query[:, :, :rows]
     keep = torch.ones(3, 4, -(-rows // 16), 18, dtype=torch.bool)
     assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), it.under(keep, SINKS)[0])
 
@@ -61,14 +61,14 @@ def test_dense_path_has_sinks(rows):
 @pytest.mark.parametrize("name", ["groups", "everything"])
 def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
     it = call(**VARIANTS[name])
-    batch, num_heads, q_len, _ = it.case.query.shape
+    batch, num_heads, q_len, _ = it.query.shape
     weights = torch.randn(batch, num_heads, q_len, it.value.shape[3])
-    keep = torch.ones(batch, num_heads, -(-q_len // 16), -(-it.case.key.shape[2] // 16), dtype=torch.bool)
+    keep = torch.ones(batch, num_heads, -(-q_len // 16), -(-it.key.shape[2] // 16), dtype=torch.bool)
     exact = SINKS.double().requires_grad_()
     (it.under(keep, exact)[0] * weights).sum().backward()
-    tensors = [x.requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
+    tensors = [x.requires_grad_(others_too) for x in (it.query, it.key, it.value)]
     sinks = SINKS.clone().requires_grad_()
-    out = flexprefill_attention(*tensors, **it.case.config.call, sinks=sinks, dense_below=1000, **it.case.keywords())
+    out = flexprefill_attention(*tensors, **it.config.call, sinks=sinks, dense_below=1000, **it.keywords())
     (out * weights).sum().backward()
     torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
     assert sinks.grad.abs().min() > 1e-3 and all((x.grad is not None) == others_too for x in tensors)
@@ -78,13 +78,13 @@ def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
 @pytest.mark.gpu
 def test_gradients_reach_sinks(cuda):
     it = call(q_len=600, block_size=64, head_dims=(64, 64))
-    keep = it.case.to(cuda).search().keep
+    keep = it.to(cuda).search().keep
     weights = torch.randn(1, 4, 600, 64, generator=torch.Generator().manual_seed(4))
     exact = SINKS.double().requires_grad_()
     (it.under(keep, exact)[0] * weights).sum().backward()
     for others_too in (True, False):
-        tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.case.query, it.case.key, it.value)]
+        tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.query, it.key, it.value)]
         sinks = SINKS.to(cuda).requires_grad_()
-        out = flexprefill_attention(*tensors, **it.case.config.call, dense_below=0, sinks=sinks, backend="triton")
+        out = flexprefill_attention(*tensors, **it.config.call, dense_below=0, sinks=sinks, backend="triton")
         (out * weights.to(cuda)).sum().backward()
         torch.testing.assert_close(sinks.grad.cpu().double(), exact.grad, atol=1e-3, rtol=1e-3)

@@ -39,7 +39,7 @@ def weights(case, **sinks):
 @pytest.mark.parametrize("most_scores", [2**24, 200])
 @pytest.mark.parametrize("name", CASES)
 def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
-    case = call(**{"q_len": 70, "heads": (1, 1), "head_dims": (16, 16), "sharpness": 3.0, **CASES[name]}).case
+    case = call(**{"q_len": 70, "heads": (1, 1), "head_dims": (16, 16), "sharpness": 3.0, **CASES[name]})
     sinks = {"sinks": torch.tensor([0.7])} if name == "sink" else {}
     visible, attention = visible_pairs(case)[0], weights(case, **sinks)[0]
     case.key[:, :, ~visible.any(0)] = math.nan  # what nobody sees does not matter
@@ -61,7 +61,7 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
 @pytest.mark.parametrize("name", ["whole", "chunk", "window"])
 def test_held_attention_is_that_of_sampled_rows(name):
     given = {"whole": {}, "chunk": {"q_len": 61, "kv_len": 200}, "window": {"scores": {"window": 50}}}[name]
-    case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given}).case
+    case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given})
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
     found = held_by_quarter(attention_inputs(case.query, case.key, scale=0.3, **case.keywords()), keep, 16, rows=2)
     kept = keep[0].repeat_interleave(16, 1).repeat_interleave(16, 2)[:, : case.query.shape[2], :200]

@@ -128,7 +128,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @poisoned
 @pytest.mark.parametrize("name", CALLS)
 def test_masks_equal_those_of_the_plain_steps(name):
-    case = call(**{"gamma": 0.5, "tau": 0.1, "row_stride": 4, **CALLS[name]}).case
+    case = call(**{"gamma": 0.5, "tau": 0.1, "row_stride": 4, **CALLS[name]})
     plain, expected, found = case.search(), case.reference(), search(case)
     if case.query.dtype == torch.float32:
         assert_as_the_oracle(found, expected)
@@ -145,7 +145,7 @@ def test_masks_equal_those_of_the_plain_steps(name):
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 def test_strides_and_what_padding_holds_change_nothing(method, layout):
     mask = padding(100, ("left", 21))
-    case = call(q_len=60, kv_len=100, heads=(2, 1), attention_mask=mask, method=method, tau=0.3, row_stride=4, sharpness=5.0).case
+    case = call(q_len=60, kv_len=100, heads=(2, 1), attention_mask=mask, method=method, tau=0.3, row_stride=4, sharpness=5.0)
     expected = case.search()
     case.key = LAYOUTS[layout](case.key.masked_fill((mask == 0)[:, None, :, None], float("nan")))
     case.query = LAYOUTS[layout](case.query)
@@ -156,7 +156,7 @@ def test_strides_and_what_padding_holds_change_nothing(method, layout):
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 def test_a_head_with_nan_keeps_what_it_keeps_by_the_plain_steps(method):
     """A maximum drops NaN on a GPU."""
-    case = call(q_len=100, method=method, row_stride=4).case
+    case = call(q_len=100, method=method, row_stride=4)
     case.query[0, 1, [64, 95]] = torch.nan
     plain, found = case.search(), search(case)
     assert_equal_lists(found, plain)
@@ -165,7 +165,7 @@ def test_a_head_with_nan_keeps_what_it_keeps_by_the_plain_steps(method):
 
 
 def test_masks_are_the_same_as_they_are_stored_on_amd(monkeypatch):
-    case = call(q_len=60, kv_len=140, heads=(2, 1), tau=0.5).case
+    case = call(q_len=60, kv_len=140, heads=(2, 1), tau=0.5)
     expected = case.search()
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert_equal_lists(search(case), expected)
