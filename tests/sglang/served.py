@@ -49,6 +49,10 @@ class Served:
     def make_pool(self, cache):
         return MHATokenToKVPool(SLOTS, 1, cache, KV_HEADS, DIM, 1, "cpu", False)
 
+    def cache(self, layer):
+        """Keys and values."""
+        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
+
     def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
         """Attention of one step; `chunks` are (request, tokens before, rows). `options` are those of the layer's call.
 

@@ -25,8 +25,7 @@ def test_gamma_one_gives_the_stock_backend_s_outputs_and_cache():
     for out, wanted in zip(outputs(ours), outputs(stock), strict=True):
         assert out.shape == wanted.shape
         torch.testing.assert_close(out, wanted)
-    for read in ("get_key_buffer", "get_value_buffer"):
-        assert torch.equal(getattr(ours.pool, read)(0), getattr(stock.pool, read)(0))
+    assert all(map(torch.equal, ours.cache(0), stock.cache(0)))
     counters = ours.engine.counters
     assert (counters.sparse_tokens, counters.dense_tokens) == (200 + 207 + 164 + 150, 20 + 15)
     assert counters.density == pytest.approx(1)
@@ -38,9 +37,8 @@ def test_the_attention_layers_of_a_mixture_are_served_through_sglang_s_wrapper()
     wanted = outputs(stock)
     for out, each in zip(outputs(ours), wanted, strict=True):
         torch.testing.assert_close(out, each)
-    for read in ("get_key_buffer", "get_value_buffer"):
-        assert torch.equal(getattr(ours.pool, read)(3), getattr(stock.pool, read)(3))
-        assert not torch.count_nonzero(getattr(ours.pool, read)(1))
+    assert all(map(torch.equal, ours.cache(3), stock.cache(3)))
+    assert not any(map(torch.count_nonzero, ours.cache(1)))
     assert ours.engine.counters.sparse_tokens == 200 + 207 + 164 + 150
     assert ours.linear.steps == stock.linear.steps == len(STEPS)
     # as without the wrapper
@@ -74,8 +72,7 @@ def test_an_fp8_cache_rounds_only_what_was_there_before_the_chunk(cache):
                 wanted = attention(request, before, rows, lambda x: x.to(cache).float())
             torch.testing.assert_close(out[own], wanted, msg=lambda told, number=number: f"step {number}: {told}")
             start += rows
-    for read in ("get_key_buffer", "get_value_buffer"):
-        assert torch.equal(getattr(ours.pool, read)(0).float(), getattr(stock.pool, read)(0).float())
+    assert all(torch.equal(one.float(), other.float()) for one, other in zip(ours.cache(0), stock.cache(0), strict=True))
 
 
 def attention(request, before, rows, rounded):

@@ -18,12 +18,17 @@ def differences(left, right):
     """Absolute differences of log-probabilities, up to the first token chosen differently."""
     found = []
     for one, other in zip(answers(left), answers(right), strict=True):
-        found += [abs(a - b) for a, b in zip(one["prompt_logprobs"], other["prompt_logprobs"], strict=True)]
+        found += apart(one, other)
         for place, (step, same) in enumerate(zip(one["logprobs"], other["logprobs"], strict=True)):
             if one["tokens"][:place] != other["tokens"][:place]:
                 break
             found += [abs(step[token] - same[token]) for token in step.keys() & same.keys()]
     return found
+
+
+def apart(ours, theirs):
+    """Absolute differences of the log-probabilities of a prompt."""
+    return [abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
 
 
 def distance(left, right):
@@ -102,9 +107,8 @@ def _adapter_rows(runs):
     made = []
 
     def compare(name, asked, token, ours, theirs):
-        found = [abs(a - b) for a, b in zip(ours["prompt_logprobs"], theirs["prompt_logprobs"], strict=True)]
         told = {"compared": name, "asked": asked, "tokens_alike": int(token == theirs["token"]), "tokens": 1}
-        made.append({**told, **summary(found)})
+        made.append({**told, **summary(apart(ours, theirs))})
 
     adapter, rounded = ({**runs.get(name, {}), **runs.get(f"{name}_latent", {})} for name in ("adapter", "adapter_bfloat16"))
     for engine in (*_SPARSE, "by_head", *_LATENT):
