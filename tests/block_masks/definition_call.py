@@ -151,3 +151,16 @@ def line_masses(call: Call, h: int, rows: Blocks) -> tuple[dict[int, float], dic
                 if diagonal in slash:
                     slash[diagonal] += float(p[k]) * share
     return vertical, slash
+
+
+def top_lines(
+    call: Call, h: int, rows: Blocks, sinks: Blocks, near: int, num_keys: float, num_offsets: float
+) -> tuple[Blocks, Blocks, float]:
+    """The heaviest key blocks and diagonals of so many tokens, first those of `sinks` and of the offsets under `near`."""
+    size = call.block_size
+    vertical, slash = line_masses(call, h, rows)
+    vertical |= dict.fromkeys({k // size for k in sinks} & vertical.keys(), math.inf)
+    slash |= {c: math.inf for c in slash if c * size < near}
+    verticals, margin = top(vertical, math.ceil(num_keys / size))
+    diagonals, other = top(slash, math.ceil(num_offsets / size))
+    return verticals, diagonals, min(margin, other)

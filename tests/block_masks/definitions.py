@@ -6,23 +6,13 @@ with a margin must agree with float32.
 """
 
 import math
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.block_masks.definition_call import (
-    Blocks,
-    Call,
-    Definition,
-    by_row,
-    gap,
-    line_masses,
-    lines_of_heads,
-    static,
-    top,
-    top_p,
-)
+from tests.block_masks.definition_call import Blocks, Call, Definition, by_row, gap, lines_of_heads, static, top, top_lines, top_p
 
 
 @static
@@ -34,15 +24,19 @@ def is_sink(call: Call, j: int, sink_blocks: int) -> bool:
     return 0 <= j - call.first_block < sink_blocks
 
 
-@static
-def streaming_llm(call: Call, h: int, i: int, j: int, sink_blocks: int, window_blocks: int) -> bool:
-    return is_sink(call, j, sink_blocks) or call.own_blocks(i)[0] - j < window_blocks
+def by_position(call: Call, i: int, sink_blocks: int, window_blocks: int) -> Blocks:
+    own = call.own_blocks(i)[0]
+    return [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks) or own - j < window_blocks]
+
+
+@by_row
+def streaming_llm(call: Call, h: int, i: int, sink_blocks: int, window_blocks: int) -> tuple[Blocks, float]:
+    return by_position(call, i, sink_blocks, window_blocks), math.inf
 
 
 @static
 def tri_shape(call: Call, h: int, i: int, j: int, sink_blocks: int, window_blocks: int, last_blocks: int) -> bool:
-    near = call.own_blocks(i)[0] - j < window_blocks
-    return is_sink(call, j, sink_blocks) or near or i > call.last_query_block - last_blocks
+    return i > call.last_query_block - last_blocks or j in by_position(call, i, sink_blocks, window_blocks)
 
 
 @static
@@ -62,14 +56,8 @@ def moa(call: Call, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> 
 
 @lines_of_heads
 def vertical_slash(call: Call, h: int, vertical_size: int, slash_size: int) -> tuple[Blocks, Blocks, float]:
-    vertical, slash = line_masses(call, h, call.seen.valid_rows[-call.block_size :])
-    if call.first_block in vertical:
-        vertical[call.first_block] = math.inf
-    if 0 in slash:
-        slash[0] = math.inf
-    verticals, margin = top(vertical, -(-vertical_size // call.block_size))
-    diagonals, other = top(slash, -(-slash_size // call.block_size))
-    return verticals, diagonals, min(margin, other)
+    rows = call.seen.valid_rows[-call.block_size :]
+    return top_lines(call, h, rows, call.valid_keys[:1], 1, vertical_size, slash_size)
 
 
 @lines_of_heads
@@ -80,12 +68,7 @@ def minference(call: Call, h: int, plan: Any, lines: str = "pooled") -> tuple[Bl
     rows = call.seen.valid_rows[-64:]
     sinks = call.valid_keys[:30]
     if lines == "pooled":
-        vertical, slash = line_masses(call, h, rows)
-        vertical = {j: math.inf if j in {k // size for k in sinks} else mass for j, mass in vertical.items()}
-        slash = {c: math.inf if c * size < 100 else mass for c, mass in slash.items()}
-        verticals, margin = top(vertical, math.ceil(num_keys / size))
-        diagonals, other = top(slash, math.ceil(num_offsets / size))
-        return verticals, diagonals, min(margin, other)
+        return top_lines(call, h, rows, sinks, 100, num_keys, num_offsets)
     columns = {k: math.inf if k in sinks else 0.0 for k in call.valid_keys}
     offsets = {o: math.inf if o < 100 else 0.0 for o in range(call.kv_len)}
     for row in rows:
@@ -128,9 +111,7 @@ def flash_prefill(
     heavy = [j for j, value in summed.items() if value >= limit]
     margin = min((gap(value, limit) for value in summed.values() if value != limit or alpha != 1), default=math.inf)
     last = i > call.last_query_block - last_blocks
-    near = [j for j in range(call.num_kv_blocks) if call.own_blocks(i)[0] - j < window_blocks]
-    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
-    return list(range(call.num_kv_blocks)) if last else [*heavy, *near, *sinks], margin
+    return list(range(call.num_kv_blocks)) if last else [*heavy, *by_position(call, i, sink_blocks, window_blocks)], margin
 
 
 @by_row
@@ -181,22 +162,13 @@ def sparge(
     means = torch.stack([call.mean_key(h, j) for j in candidates])
     shares = call.cap(call.query[h, rows].mean(0) @ means.T * call.scale).softmax(0).tolist()
     values = dict(zip(candidates, shares, strict=True))
-    order = sorted(values, key=lambda j: (-values[j], j))
     if topk is not None:
         kept, other = top(values, max(1, math.floor(topk * call.num_kv_blocks)))
         return [*kept, *unlike], min(margin, other)
-    kept, running = [], 0.0
-    for place, j in enumerate(order):
-        running += values[j]
-        margin = min(margin, gap(running, cdf_threshold))
-        if running > cdf_threshold and place > 0 and cdf_threshold < 1:
-            margin = min(margin, gap(values[j], values[order[place - 1]]))
-            break
-        kept.append(j)
-        if running > cdf_threshold and place == 0 and cdf_threshold < 1:
-            margin = min(margin, gap(values[j], values[order[1]]) if len(order) > 1 else math.inf)
-            break
-    return [*kept, *unlike], margin
+    running = list(accumulate(sorted(values.values(), reverse=True)))
+    within = len(running) if cdf_threshold >= 1 else sum(total <= cdf_threshold for total in running)
+    kept, other = top(values, max(1, within))
+    return [*kept, *unlike], min(margin, other, *(gap(total, cdf_threshold) for total in running[: within + 1]))
 
 
 def infllm(
@@ -231,8 +203,6 @@ def hip(
 ) -> tuple[Blocks, float]:
     size, margin = call.block_size, math.inf
     seen = call.visible_blocks(i)
-    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
-    near = [j for j in range(call.num_kv_blocks) if call.own_blocks(i)[0] - j < window_blocks]
     start = max(call.first_block + sink_blocks, seen[0] if seen else 0)
     length = max(0, call.own_blocks(i)[0] - window_blocks + 1 - start)
     rows = [row for row in range(i * size, min((i + 1) * size, call.q_len), query_stride) if row in call.seen.valid_rows]
@@ -252,7 +222,7 @@ def hip(
         kept, closest = top({n: score(*half) for n, half in enumerate(halves)}, k)
         margin = min(margin, closest)
         chunks = [halves[n] for n in sorted(kept)]
-    return [*sinks, *near, *(low for low, _ in chunks)], margin
+    return [*by_position(call, i, sink_blocks, window_blocks), *(low for low, _ in chunks)], margin
 
 
 class Tested(NamedTuple):
