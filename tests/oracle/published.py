@@ -42,7 +42,7 @@ def published_selection(
 
     pooled = steps.pooled_map(head, keys, seen)
     (map_values,) = steps.map_candidates(pooled, seen, "flatten")
-    blocks = blocks_within(map_values, gamma, seen.num_kv_blocks)
+    blocks, in_map = blocks_within(map_values, gamma, seen.num_kv_blocks)
 
     key_blocks = published_lines(by_token, vertical, is_query_aware, options)
     diagonals = published_lines(by_offset, slash, is_query_aware, options)
@@ -53,7 +53,6 @@ def published_selection(
     pattern = pattern_margin(js_distance, tau)
     if tau > 0 and may_underflow(estimated, vertical):
         pattern = 0.0
-    in_map = blocks_within_margin(map_values, gamma, seen.num_kv_blocks)
     margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
     numbers: dict[str, Any] = {"num_vertical_blocks": key_blocks.num_lines, "num_slash_blocks": diagonals.num_lines}
     decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, "vertical": vertical, "slash": slash}
@@ -83,24 +82,11 @@ class Bounds(NamedTuple):
         return min(max(count, self.smallest), self.largest)
 
 
-def running_sums(by_unit: Tensor) -> list[float]:
-    """Sums of the heaviest 1, 2, 3, ... tokens, or offsets."""
-    sums: list[float] = by_unit.sort(descending=True).values.cumsum(dim=0).tolist()
-    return sums
-
-
-def block_count(by_unit: Tensor, gamma: float, bounds: Bounds) -> int:
-    """(running sums <= gamma) + 1 tokens, and that // 128 + 1 blocks."""
-    running = running_sums(by_unit)
-    within = len(running) if gamma == 1 else sum(total <= gamma for total in running)
-    return bounds.clamped((within + 1) // 128 + 1)
-
-
-def block_count_margin(by_unit: Tensor, gamma: float, bounds: Bounds) -> float:
-    """Margin of `block_count`, infinite on a side where the clamp decides."""
+def block_count(by_unit: Tensor, gamma: float, bounds: Bounds) -> tuple[int, float]:
+    """(running sums <= gamma) + 1 tokens, and that // 128 + 1 blocks; the margin is infinite where the clamp decides."""
+    running: list[float] = by_unit.sort(descending=True).values.cumsum(dim=0).tolist()
     if gamma == 1:
-        return math.inf
-    running = running_sums(by_unit)
+        return bounds.clamped((len(running) + 1) // 128 + 1), math.inf
     tokens = 1 + sum(total <= gamma for total in running)
     whole = tokens // 128
     count = bounds.clamped(whole + 1)
@@ -111,7 +97,7 @@ def block_count_margin(by_unit: Tensor, gamma: float, bounds: Bounds) -> float:
         margins.append(relative(running[least - 1] - gamma, gamma))
     if most <= len(running) and bounds.clamped(whole + 2) != count:
         margins.append(relative(running[most - 1] - gamma, gamma))
-    return min(margins)
+    return count, min(margins)
 
 
 class Lines(NamedTuple):
@@ -126,34 +112,24 @@ def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, opti
     """Select lines from the mass of tokens (or offsets) and of blocks."""
     num_lines = len(by_line)
     bounds = Bounds(options.min_blocks, num_lines if options.max_blocks is None else min(num_lines, options.max_blocks))
-    if is_query_aware:
-        count, margin = min(bounds), math.inf
-    else:
-        count, margin = block_count(by_unit, options.gamma, bounds), block_count_margin(by_unit, options.gamma, bounds)
+    count, margin = (min(bounds), math.inf) if is_query_aware else block_count(by_unit, options.gamma, bounds)
     # line 0 is kept even at a count of 0: the published code fills the places left over with block 0
     values = dict(enumerate([math.inf, *by_line.tolist()[1:]]))
     budget = Budget(gamma=1.0, cap=max(1, count))
     return Lines(steps.top_p(values, budget), count, min(margin, top_p_margin(values, budget)))
 
 
-def blocks_within(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> list[Block]:
-    """The heaviest blocks of the flattened map whose running sum stays <= gamma * N; the block that crosses is left out."""
-    order = steps.heaviest_first(values)
-    if gamma == 1:
-        return order
-    running = list(accumulate(values[block] for block in order))
-    crossing = next((place for place, total in enumerate(running) if total > gamma * num_kv_blocks), len(order))
-    return order[:crossing]
+def blocks_within(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> tuple[list[Block], float]:
+    """The heaviest blocks of the flattened map whose running sum stays <= gamma * N, and the margin.
 
-
-def blocks_within_margin(values: dict[Block, float], gamma: float, num_kv_blocks: int) -> float:
-    """Margin of `blocks_within`."""
-    if gamma == 1:
-        return math.inf
+    The block that crosses is left out.
+    """
     order, threshold = steps.heaviest_first(values), gamma * num_kv_blocks
-    kept = len(blocks_within(values, gamma, num_kv_blocks))
+    if gamma == 1:
+        return order, math.inf
     running = list(accumulate(values[block] for block in order))
+    kept = next((place for place, total in enumerate(running) if total > threshold), len(order))
     margin = min((relative(total - threshold, threshold) for total in running[: kept + 1]), default=math.inf)
     if 0 < kept < len(order):
         margin = min(margin, gap(values[order[kept - 1]], values[order[kept]]))
-    return margin
+    return order[:kept], margin
