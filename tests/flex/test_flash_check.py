@@ -1,6 +1,7 @@
 """The numeric check of the FLASH kernel, on kernels of this file with planted faults."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,34 +24,29 @@ KINDS: dict[str, dict[str, Any]] = {
 every_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 
 
-class Kernel:
+def kernel(
+    inputs, mask, return_lse, lse_factor=1.0, lists=True, mask_mod=True, softcap=True, empty=0.0, scale=1.0, last_rows=True
+):
     """Attention under a BlockMask in float64, with faults."""
-
-    def __init__(self, lse_factor=1.0, lists=True, mask_mod=True, softcap=True, empty=0.0, scale=1.0, last_rows=True):
-        self.lse_factor, self.lists, self.mask_mod, self.softcap = lse_factor, lists, mask_mod, softcap
-        self.empty, self.scale, self.last_rows = empty, scale, last_rows
-
-    def __call__(self, inputs, mask, return_lse):
-        query, key, size = inputs.query, inputs.key, mask.BLOCK_SIZE[0]
-        shape = (*query.shape[:3], key.shape[2])
-        place = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in shape), indexing="ij")
-        seen = mask.mask_mod(*place) if self.mask_mod else torch.ones(shape, dtype=torch.bool)
-        if self.lists:
-            blocks = mask.to_dense().bool().repeat_interleave(size, 2).repeat_interleave(size, 3)
-            seen = seen & blocks[:, :, : shape[2], : shape[3]]
-        softcap = inputs.softcap if self.softcap else None
-        out, lse = masked_attention(query, key, inputs.value, seen, self.scale * inputs.scale, softcap)
-        out = torch.where(seen.any(-1, keepdim=True), out, self.empty)
-        if not self.last_rows:
-            out[:, :, -3:] = 0
-        assert return_lse != inputs.needs_grad
-        return out.to(query.dtype), (lse * self.lse_factor).float() if return_lse else None
+    query, key, size = inputs.query, inputs.key, mask.BLOCK_SIZE[0]
+    shape = (*query.shape[:3], key.shape[2])
+    place = torch.meshgrid(*(torch.arange(n, dtype=torch.int32) for n in shape), indexing="ij")
+    seen = mask.mask_mod(*place) if mask_mod else torch.ones(shape, dtype=torch.bool)
+    if lists:
+        blocks = mask.to_dense().bool().repeat_interleave(size, 2).repeat_interleave(size, 3)
+        seen = seen & blocks[:, :, : shape[2], : shape[3]]
+    out, lse = masked_attention(query, key, inputs.value, seen, scale * inputs.scale, inputs.softcap if softcap else None)
+    out = torch.where(seen.any(-1, keepdim=True), out, empty)
+    if not last_rows:
+        out[:, :, -3:] = 0
+    assert return_lse != inputs.needs_grad
+    return out.to(query.dtype), (lse * lse_factor).float() if return_lse else None
 
 
 @every_kind
 def test_finds_a_right_kernel_right(changes):
     call = PLAIN._replace(**changes)
-    found = check_flash(call, CPU, Kernel())
+    found = check_flash(call, CPU, kernel)
     assert (found.reason, found.lse_factor) == ("", 1.0) and found.seconds > 0
     assert found.error is not None and found.error < 0.02
     assert found.lse_error is None if call.gradients else found.lse_error < 1e-5
@@ -59,20 +55,20 @@ def test_finds_a_right_kernel_right(changes):
 
 @pytest.mark.parametrize("changes", [each for each in KINDS.values() if "gradients" not in each])
 def test_measures_the_factor_of_the_log_sum_exp(changes):
-    found = check_flash(PLAIN._replace(**changes), CPU, Kernel(lse_factor=math.log(2)))
+    found = check_flash(PLAIN._replace(**changes), CPU, partial(kernel, lse_factor=math.log(2)))
     assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", LSE_FACTORS[1])
     assert math.isclose(found.lse_factor * math.log(2), 1)
 
 
 @pytest.mark.parametrize("factor", [0.99, 0.7, 1.4427, float("nan")])
 def test_other_factors_are_no_log_sum_exp(factor):
-    found = check_flash(PLAIN, CPU, Kernel(lse_factor=factor))
+    found = check_flash(PLAIN, CPU, partial(kernel, lse_factor=factor))
     assert found.reason == "" and "found the log-sum-exp off by" in found.lse_reason
 
 
 def test_rows_that_see_nothing_have_no_other_log_sum_exp():
     def attend(inputs, mask, return_lse):
-        out, lse = Kernel()(inputs, mask, return_lse)
+        out, lse = kernel(inputs, mask, return_lse)
         return out, lse.nan_to_num(neginf=0.0)
 
     found = check_flash(PLAIN._replace(padded=True), CPU, attend)
@@ -81,22 +77,25 @@ def test_rows_that_see_nothing_have_no_other_log_sum_exp():
 
 @every_kind
 def test_names_ignored_block_lists(changes):
-    found = check_flash(PLAIN._replace(**changes), CPU, Kernel(lists=False))
+    found = check_flash(PLAIN._replace(**changes), CPU, partial(kernel, lists=False))
     assert "found block lists ignored: outputs off by" in found.reason
 
 
-FAULTS = {
-    "mask_mod ignored": (Kernel(mask_mod=False), {}), "mask_mod ignored, padded": (Kernel(mask_mod=False), {"padded": True}),
-    "no soft cap": (Kernel(softcap=False), {"softcap": True}), "another scale": (Kernel(scale=1.1), {}),
-    "NaN": (lambda inputs, *rest: (torch.full_like(inputs.query, float("nan")), None), {}),
-    "NaN in empty rows": (Kernel(empty=float("nan")), {"padded": True}),
-    "something in empty rows": (Kernel(empty=1e-3), {"padded": True}), "last rows missing": (Kernel(last_rows=False), {}),
-}  # fmt: skip
+FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "mask_mod ignored": ({"mask_mod": False}, {}),
+    "mask_mod ignored, padded": ({"mask_mod": False}, {"padded": True}),
+    "no soft cap": ({"softcap": False}, {"softcap": True}),
+    "another scale": ({"scale": 1.1}, {}),
+    "NaN": ({"scale": math.nan}, {}),
+    "NaN in empty rows": ({"empty": math.nan}, {"padded": True}),
+    "something in empty rows": ({"empty": 1e-3}, {"padded": True}),
+    "last rows missing": ({"last_rows": False}, {}),
+}
 
 
-@pytest.mark.parametrize(("kernel", "changes"), FAULTS.values(), ids=FAULTS)
-def test_finds_wrong_outputs(kernel, changes):
-    found = check_flash(PLAIN._replace(**changes), CPU, kernel)
+@pytest.mark.parametrize(("faults", "changes"), FAULTS.values(), ids=FAULTS)
+def test_finds_wrong_outputs(faults, changes):
+    found = check_flash(PLAIN._replace(**changes), CPU, partial(kernel, **faults))
     assert found.reason.startswith("its check here found outputs off by")
     assert "0.02 is allowed" in found.reason
 
@@ -106,7 +105,7 @@ def test_finds_wrong_gradients(name):
     def attend(inputs, mask, return_lse):
         tensor = getattr(inputs, name)
         halved = tensor.detach() + (tensor - tensor.detach()) / 2
-        return Kernel()(inputs.with_fields(**{name: halved}), mask, return_lse)
+        return kernel(inputs.with_fields(**{name: halved}), mask, return_lse)
 
     found = check_flash(PLAIN._replace(gradients=True), CPU, attend)
     assert found.reason == f"its check here found {name}'s gradient off by 50.0% (2% is allowed)"
@@ -139,7 +138,7 @@ def test_the_problem_drops_full_and_partial_blocks(changes):
 
         def attend(inputs, mask, return_lse, name=name):
             setattr(mask, name, torch.zeros_like(getattr(mask, name)))
-            return Kernel()(inputs, mask, return_lse)
+            return kernel(inputs, mask, return_lse)
 
         assert "outputs off by" in check_flash(PLAIN._replace(**changes), CPU, attend).reason
 
