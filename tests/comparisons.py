@@ -16,22 +16,14 @@ from tests.expected import by_block
 from tests.oracle.result import ReferenceResult
 
 
-def same_values(one: Tensor, other: Tensor) -> bool:
-    """Equal shapes, dtypes and values; NaN equals NaN."""
-    return one.dtype == other.dtype and one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
 def assert_same_stats(found: object, expected: object) -> None:
     """Every statistic is the same to the bit, on the same device."""
-    for name, value in vars(expected).items():
-        got, wanted = torch.as_tensor(getattr(found, name)), torch.as_tensor(value)
-        assert got.device == wanted.device and same_values(got, wanted), name
+    torch.testing.assert_close(vars(found), vars(expected), rtol=0, atol=0, equal_nan=True)
 
 
 def assert_equal_lists(found: Chosen, expected: Chosen) -> None:
     """The same blocks of every head."""
-    for name in expected.lists._fields:
-        assert torch.equal(getattr(found.lists, name), getattr(expected.lists, name)), name
+    assert all(map(torch.equal, found.lists, expected.lists))
 
 
 def kept_by_lists(result: Chosen) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,5 @@ def lists_of(mask: BlockMask) -> tuple[Tensor, ...]:
 
 
 def assert_same_lists(mask: BlockMask, expected: BlockMask) -> None:
-    for got, wanted in zip(lists_of(mask), lists_of(expected), strict=True):
-        assert torch.equal(got, wanted)
+    assert all(map(torch.equal, lists_of(mask), lists_of(expected)))
     assert mask.shape == expected.shape

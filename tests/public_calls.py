@@ -16,7 +16,6 @@ from flexmask.settings import PrefillSettings
 from tests.attention_calls import SINKS
 from tests.block_masks.gallery import MASKS, SPARSE
 from tests.cases import structured_inputs
-from tests.comparisons import same_values
 from tests.compile_support import lists_of
 
 OPTIONS: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
@@ -103,6 +102,4 @@ def results(calls: dict[str, Callable[[], Any]]) -> dict[str, list[Tensor]]:
 
 
 def assert_same_results(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
-    for name, tensors in found.items():
-        for got, wanted in zip(tensors, expected[name], strict=True):
-            assert same_values(got, wanted), name
+    torch.testing.assert_close(found, {name: expected[name] for name in found}, rtol=0, atol=0, equal_nan=True)
