@@ -8,7 +8,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexmask import flexprefill_mask, hybrid_mask
+from flexmask import flexprefill_mask, hybrid_mask, plain
+from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.inputs import attention_inputs
+from flexmask.block_masks.hybrid.plain import row_blocks, row_evidence
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, hybrid_length, hybrid_rule, sparse_cases
 from tests.comparisons import assert_as_the_oracle, compare_drawn
@@ -161,6 +164,13 @@ def test_of_equal_blocks_the_nearest_hold_the_floor(share):
     for row in range(8, 63):
         number = math.ceil(share * (row + 1) - 1 / 64)
         assert keep[row].nonzero().flatten().tolist() == sorted({0, *range(row + 1 - number, row + 1)})
+
+
+def test_the_floor_of_evidence_is_the_same_as_a_number_and_as_a_tensor():
+    problem = cut_into_blocks(attention_inputs(torch.zeros(1, 1, 256, 16), torch.zeros(1, 1, 256, 16)).with_offset(), 16, plain)
+    evidence, above_all = row_evidence(problem, 4), torch.ones(1, 1, 16)
+    none, half, by_tensor = (row_blocks(problem, evidence, above_all, 1 / 16, floor) for floor in (0, 0.5, torch.tensor(0.5)))
+    assert torch.equal(half.chosen, by_tensor.chosen) and half.chosen.sum() > none.chosen.sum()
 
 
 def test_the_nearest_blocks_of_the_last_rows_reach_eight_times_as_far():

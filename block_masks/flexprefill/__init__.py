@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines
+from flexmask.base.blocks import Lines, Number, is_off
 from flexmask.base.checks import check_word
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -153,8 +153,7 @@ def flexprefill_mask(
     (1, 4, 512, 512)
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
-    given: Any = tau  # a tensor, except for 0
-    largest = problem.as_tensor(given) if isinstance(given, Tensor) or given > 0 else given
+    largest: Number = tau if is_off(tau) else problem.as_tensor(tau)
     steps: FlexPrefillSteps[Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
     size = problem.block_size
     floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem, Lines, Number
 from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines
 from flexmask.plain.pooling import pooled_map, pooled_scores
@@ -14,7 +14,7 @@ from flexmask.plain.vertical_slash import LineMass, RepresentativeRows, take_row
 from flexmask.plain.vertical_slash import RepresentativeMass as RepresentativeMass
 
 # gamma, (num_heads,), and tau, 0-d or the number 0
-Shares = tuple[Tensor, Tensor | float]
+Shares = tuple[Tensor, Number]
 # floor and cap, in blocks or lines
 Budget = tuple[int, int | None]
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines
+from flexmask.base.blocks import Lines, Number
 from flexmask.base.checks import check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -31,7 +31,7 @@ class HybridSteps(Protocol[Mass, Evidence, Blocks]):
     def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
     def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
     def row_blocks(
-        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0, /
+        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0, /
     ) -> Blocks: ...
     def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
 from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, ThresholdRule, Thresholds
 from flexmask.block_masks.hybrid.row_evidence_kernel import RowEvidence as RowEvidence
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
@@ -83,7 +83,7 @@ def _thresholds_kernel(
         tl.store(p_lines + tl.num_programs(2) * num_heads, tl.full([], DIAGONAL, tl.float64) * share)
 
 
-def thresholds(problem: BlockProblem, gamma: float | Tensor, rule: ThresholdRule) -> Thresholds:
+def thresholds(problem: BlockProblem, gamma: Number, rule: ThresholdRule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`; a number holds for all heads."""
     q_edges, num_heads, by_head = problem.packed_edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
     batch, _, num_q_blocks = q_edges.shape
@@ -234,7 +234,7 @@ def _row_blocks_kernel(
 
 
 def row_blocks(
-    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
+    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0
 ) -> Blocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
     squares, number = squares_of_shares(problem, evidence)
@@ -244,7 +244,7 @@ def row_blocks(
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
         squares, number, problem.packed_edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
         num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage), of_lines,
-        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=is_read or min_coverage > 0, FLOOR_IS_READ=is_read,
+        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=not is_off(min_coverage), FLOOR_IS_READ=is_read,
         HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
     return Blocks(codes, gated=True)

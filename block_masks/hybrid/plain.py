@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
 from flexmask.plain.pooling import pooled_scores
@@ -107,13 +107,13 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def row_blocks(
-    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: float | Tensor = 0
+    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0
 ) -> Blocks:
     """The key blocks whose evidence reaches `thresholds`, with `more_blocks`, and `of_lines` times that; NaN reaches both."""
     share, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
     chosen, lines = ~(share < thresholds.float()), ~(share < (of_lines * thresholds).float())
-    if isinstance(min_coverage, Tensor):
-        chosen = more_blocks(problem, share, thresholds, min_coverage.to(share.dtype))
+    if not is_off(min_coverage):
+        chosen = more_blocks(problem, share, thresholds, problem.as_tensor(min_coverage).to(share.dtype))
     return Blocks(chosen, lines)
 
 

@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from flexmask.kernels.visibility import PackedEdges
 
 
+# a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
+Number = float | Tensor
+
+
+def is_off(option: Number) -> bool:
+    """True for the number 0, which computes nothing; of a tensor no value is read."""
+    return not isinstance(option, Tensor) and option == 0
+
+
 class Lines(NamedTuple):
     """The lines that each head keeps."""
 
