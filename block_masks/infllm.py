@@ -54,15 +54,15 @@ def infllm_mask(
     """
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
     # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
-    groups = problem.query_means(execution_blocks)
-    first_row = tokens.offset.unsqueeze(-1) + execution_blocks * size * torch.arange(groups.shape[2], device=groups.device)
+    means = problem.query_means(execution_blocks)
+    first_row = tokens.offset.unsqueeze(-1) + execution_blocks * size * torch.arange(means.shape[2], device=means.device)
     ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
     local = (ahead < local_tokens)[:, None]
     if inputs.window is not None:
         ahead = ahead.masked_fill(ahead >= inputs.window, -1)
     units = (ahead >= local_tokens)[:, None] & ~problem.sinks(sink_blocks) & (problem.key_counts() > 0)[:, None, None]
 
-    scores = capped(grouped_scores(groups * inputs.scale, problem.key_means()), inputs.softcap)
+    scores = capped(grouped_scores(means * inputs.scale, problem.key_means()), inputs.softcap)
     # ranks takes values >= 0; heads that are not finite do not count
     scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
     chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < topk_blocks) & units

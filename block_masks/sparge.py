@@ -69,8 +69,8 @@ def sparge_mask(
     least = problem.as_tensor(similarity_threshold)
     keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > least
     rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > least
-    groups = inputs.query.shape[1] // inputs.key.shape[1]
-    keys_alike = keys_alike.repeat_interleave(groups, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
+    per_key = inputs.query.shape[1] // inputs.key.shape[1]
+    keys_alike = keys_alike.repeat_interleave(per_key, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
 
     scores = capped(grouped_scores(problem.query_means() * inputs.scale, problem.key_means()), inputs.softcap)
     candidates = problem.visible & keys_alike & (counts > 0)[:, None, None]

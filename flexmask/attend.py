@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, witho
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.block_masks.positions import causal_mask
 from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
-from flexmask.flex.backend import BACKENDS, ChosenBackend, chosen_backend
+from flexmask.flex.backend import BACKENDS, Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.captured_numbers import constant_floats, with_constant_numbers
 from flexmask.flex.dense import dense_attention, sdpa
@@ -115,7 +115,7 @@ def attend_heads(
     selection: Selection | None,
     dense: list[bool],
     most_kept: float | None,
-    backend: ChosenBackend,
+    backend: Backend,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, list[bool]]:
     """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense: `dense`, and those over `most_kept`."""
@@ -135,7 +135,7 @@ def attend_heads(
     return out, lse, dense
 
 
-def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: ChosenBackend, return_lse: bool) -> _Output:
+def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
     if selection.mask_mod is None:
         # all methods share the kernel without maps
         selection = selection.with_fields(keep=None, title=None)

@@ -167,7 +167,7 @@ def problems(device: torch.device | str) -> list[Problem]:
     return sorted((Problem(*rest) for holds, *rest in known if holds), key=lambda problem: problem.severity != "error")
 
 
-def check_release(version: str) -> None:
+def check_transformers(version: str) -> None:
     """Raise ImportError for a release that is not served."""
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= release <= NEWEST:

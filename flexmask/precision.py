@@ -1,32 +1,16 @@
-"""State of the process that calls share, under a lock: TF32 switched off while some need full precision."""
+"""TF32, a setting of the process that calls share: off while some need full precision."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def locked(lock: contextlib.AbstractContextManager[Any]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function to run under `lock`, which is released also if a debugger or tracer raises between two lines."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(function)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            # on one line: a `with` that ends on a line of its own can be interrupted there, before the release
-            with lock: return function(*args, **kwargs)  # noqa: E701  # fmt: skip
-
-        return run
-
-    return decorate
+from flexmask.locking import locked
 
 
 class _Block:

@@ -16,7 +16,7 @@ from flexmask.base.selection import BlockLists, Choice
 
 
 def _kind(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
-    """A field's dtype, its value in a dense call, and its function of lists; None: the method's evidence."""
+    """A field's dtype, its value in a dense call, and its function of lists; None: the method's own."""
     return {"dtype": dtype, "dense": dense, "compute": compute}
 
 
@@ -80,11 +80,11 @@ def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> tup
     heads = problem.inputs.query.shape[:2]
     values = []
     for name in names:
-        compute, evidence = _FIELDS[name]["compute"], choice.evidence.get(name)
-        if evidence is not None:
+        compute, own = _FIELDS[name]["compute"], choice.statistics.get(name)
+        if own is not None:
             # `select` has the map made wherever it is read
             assert choice.keep is not None
-            value = evidence(choice.keep)
+            value = own(choice.keep)
         elif compute is not None:
             value = compute(choice.lists, problem)
         else:

@@ -22,10 +22,10 @@ from flexmask.kernels.visibility import kv_edges_of
 def _estimate_kernel(
     query,
     key_means,  # float32
-    last_rows, kv_edges,
+    representative, kv_edges,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_heads, num_kv_blocks, max_distance,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, PER_KEY: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -34,12 +34,12 @@ def _estimate_kernel(
     p_query = query + batch * query_stride_batch + (head % num_heads) * query_stride_head
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
     b_last_key = tl.load(kv_edges_of(kv_edges, batch, num_kv_blocks) + o_kv, mask=o_kv < num_kv_blocks, other=0)[:, None]
-    first_position = tl.load(last_rows + batch * (1 + BLOCK_SIZE))
+    first_position = tl.load(representative + batch * (1 + BLOCK_SIZE))
     b_total = tl.zeros([PADDED_DIM], tl.float32)
     b_seen = tl.zeros([TILE], tl.int32)
     num_rows = 0
     for start in tl.static_range(0, BLOCK_SIZE, ROWS):
-        o_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + start + tl.arange(0, ROWS))
+        o_row = tl.load(representative + batch * (1 + BLOCK_SIZE) + 1 + start + tl.arange(0, ROWS))
         p_q = p_query + o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
         b_q = tl.load(p_q, mask=(o_row >= 0)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
         b_total += tl.sum(b_q.to(tl.float32), 0)
@@ -50,14 +50,14 @@ def _estimate_kernel(
         m_visible = (o_kv[:, None] == b_own) | ((o_kv[:, None] < b_own) & (b_position - b_last_key < max_distance))
         b_seen = tl.maximum(b_seen, tl.max((m_visible & (o_row >= 0)[None, :]).to(tl.int32), 1))
     b_mean = b_total / tl.maximum(num_rows, 1).to(tl.float32)
-    key_head = batch * (num_heads // GROUPS) + (head % num_heads) // GROUPS
+    key_head = batch * (num_heads // PER_KEY) + (head % num_heads) // PER_KEY
     p_k = key_means + (key_head * num_kv_blocks + o_kv)[:, None] * HEAD_DIM + o_dim[None, :]
     b_k = tl.load(p_k, mask=(o_kv < num_kv_blocks)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
     b_score = tl.where(b_seen != 0, tl.sum(b_k * b_mean[None, :], 1), float("-inf"))
     tl.store(estimate + head * num_kv_blocks + o_kv, b_score, mask=o_kv < num_kv_blocks)
 
 
-def estimated_scores(problem: BlockProblem, key_means: Tensor, last_rows: Tensor) -> Tensor:
+def estimated_scores(problem: BlockProblem, key_means: Tensor, representative: Tensor) -> Tensor:
     """Unscaled scores of the mean representative row with `key_means`, (batch, num_heads, num_kv_blocks); -inf if unseen."""
     inputs, block_size = problem.inputs, problem.block_size
     query = inputs.query
@@ -65,10 +65,10 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, last_rows: Tensor
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
-        query, key_means, last_rows, problem.packed_edges.kv_edges, estimate, *query.stride(), num_heads, blocks,
+        query, key_means, representative, problem.packed_edges.kv_edges, estimate, *query.stride(), num_heads, blocks,
         inputs.max_distance,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        ROWS=min(64, block_size & -block_size), GROUPS=num_heads // num_kv_heads, TILE=32,
+        ROWS=min(64, block_size & -block_size), PER_KEY=num_heads // num_kv_heads, TILE=32,
     )  # fmt: skip
     return estimate
 
@@ -95,7 +95,7 @@ def _relative_entropy(p, q):
 def _pattern_kernel(
     estimate,  # from estimated_scores
     vertical,  # (batch, num_heads, num_kv_blocks) float32: V of the pattern rows; -1: no candidate
-    last_rows, kv_edges,
+    representative, kv_edges,
     lines,  # float32; -1: no candidate
     gamma,
     tau,  # 0-d float64
@@ -109,7 +109,7 @@ def _pattern_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = head // num_heads
     o_slot = tl.arange(0, PADDED_SIZE)
-    b_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1)
+    b_row = tl.load(representative + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=o_slot < BLOCK_SIZE, other=-1)
     num_rows = tl.sum((b_row >= 0).to(tl.int32), 0)
 
     p_scores = estimate + head * num_kv_blocks
@@ -152,17 +152,17 @@ def pattern_and_lines(
 ) -> tuple[Tensor, Tensor, Lines]:
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.packed_edges, problem.inputs
-    block_size, last_rows = problem.block_size, pattern.rows
+    block_size, representative = problem.block_size, pattern.rows
     lines = line_mass(index, edges)
     # the first half: V
     vertical = lines if pattern is index else line_mass(pattern, edges)
-    estimate = estimated_scores(problem, means, last_rows)
+    estimate = estimated_scores(problem, means, representative)
     _, batch, num_heads, blocks = lines.shape
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
     _pattern_kernel[(2, batch * num_heads)](
-        estimate, vertical, last_rows, edges.kv_edges, lines, gamma,
+        estimate, vertical, representative, edges.kv_edges, lines, gamma,
         tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]), is_query_aware, distance, kept,
         num_heads, blocks, blocks + 1 if cap is None else cap, floor, inputs.scale,
         1.0 if inputs.softcap is None else inputs.softcap,

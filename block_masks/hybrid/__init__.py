@@ -20,7 +20,7 @@ from flexmask.method import BlockProblem, ByHead, method
 
 # what steps hand on, under these names in `plain` and in `kernels`
 Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
-Evidence = TypeVar("Evidence")  # `RowEvidence`
+Evidence = TypeVar("Evidence")  # `RowEvidence`, in `kernels` `SplitMeans`
 Blocks = TypeVar("Blocks", covariant=True)
 
 
@@ -40,7 +40,7 @@ _PLAIN: HybridSteps[plain.RepresentativeMass, plain.RowEvidence, plain.Blocks] =
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
-    _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.RowEvidence, kernels.Blocks] = kernels
+    _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.SplitMeans, kernels.Blocks] = kernels
 
 # docs/design.md, "Why these constants", has how they were chosen.
 # prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
 from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, ThresholdRule, Thresholds
-from flexmask.block_masks.hybrid.row_evidence_kernel import RowEvidence as RowEvidence
+from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans as SplitMeans
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
 from flexmask.block_masks.hybrid.row_evidence_kernel import squares_of_shares
@@ -233,11 +233,9 @@ def _row_blocks_kernel(
                 tl.store(p_codes + o_kv, b_takes_lines + 2 * m_stays.to(tl.int8), mask=o_kv < end)
 
 
-def row_blocks(
-    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0
-) -> Blocks:
+def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_lines: float, min_coverage: Number = 0) -> Blocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
-    squares, number = squares_of_shares(problem, evidence)
+    squares, number = squares_of_shares(problem, split)
     codes = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
     is_read = isinstance(min_coverage, Tensor)

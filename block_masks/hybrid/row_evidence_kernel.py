@@ -70,7 +70,7 @@ def _evidence_kernel(
     held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_kv_heads, q_len, kv_len, num_q_blocks,
     num_kv_blocks, max_distance, scale, softcap,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr, GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr, PER_KEY: tl.constexpr,
     HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HALVES: tl.constexpr, HAS_TF32: tl.constexpr, PADDED: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
@@ -78,12 +78,12 @@ def _evidence_kernel(
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
-    PARTS: tl.constexpr = (GROUPS + HEADS - 1) // HEADS
+    PARTS: tl.constexpr = (PER_KEY + HEADS - 1) // HEADS
     MAP_ROWS: tl.constexpr = Q_BLOCKS * HEADS
     # long rows first
     first_q_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * Q_BLOCKS
     key_head = (tl.program_id(1) // PARTS).to(tl.int64)
-    first_group_head = (tl.program_id(1) % PARTS) * HEADS
+    first_head_of_key = (tl.program_id(1) % PARTS) * HEADS
     batch = key_head // num_kv_heads
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks)
     p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
@@ -93,33 +93,33 @@ def _evidence_kernel(
     o_lane = tl.arange(0, MAP_ROWS * ROWS)
     o_dim = tl.arange(0, PADDED_DIM)
     o_q_of_row = first_q_block + o_lane // (ROWS * HEADS)
-    o_head_of_row = first_group_head + (o_lane // ROWS) % HEADS
+    o_head_of_row = first_head_of_key + (o_lane // ROWS) % HEADS
     o_slot = (o_lane % ROWS) * ROW_STRIDE
     o_row = o_q_of_row * BLOCK_SIZE + o_slot
-    m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < GROUPS)
+    m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < PER_KEY)
     b_position = tl.load(p_q_edges + num_q_blocks + o_q_of_row, mask=m_row, other=0) + o_slot
     if PADDED:
         m_row = m_row & (tl.load(mask + batch * kv_len + b_position, mask=m_row, other=0) != 0)
     p_query = query + batch * query_stride_batch
-    p_query += ((key_head % num_kv_heads) * GROUPS + o_head_of_row)[:, None] * query_stride_head
+    p_query += ((key_head % num_kv_heads) * PER_KEY + o_head_of_row)[:, None] * query_stride_head
     p_query += o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
     b_q = tl.load(p_query, mask=m_row[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
 
     # map rows: query blocks, heads
     o_map_row = tl.arange(0, MAP_ROWS)
     o_q = first_q_block + o_map_row // HEADS
-    o_head = first_group_head + o_map_row % HEADS
-    m_map_row = (o_q < num_q_blocks) & (o_head < GROUPS)
+    o_head = first_head_of_key + o_map_row % HEADS
+    m_map_row = (o_q < num_q_blocks) & (o_head < PER_KEY)
     b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
     b_end = tl.where(m_map_row, tl.load(p_q_edges + o_q, mask=m_map_row, other=0) // BLOCK_SIZE + 1, 0)
-    o_held = (key_head * GROUPS + o_head) * num_q_blocks + o_q
+    o_held = (key_head * PER_KEY + o_head) * num_q_blocks + o_q
     first_row = tl.load(p_q_edges + num_q_blocks + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.max(b_end, 0) - begin, COLUMNS)
     # inner tiles: key blocks that are whole, before every row and in every row's window
     whole_end = first_row // BLOCK_SIZE
-    if PADDED | (tl.min((m_row | (o_head_of_row >= GROUPS)).to(tl.int32), 0) == 0):
+    if PADDED | (tl.min((m_row | (o_head_of_row >= PER_KEY)).to(tl.int32), 0) == 0):
         whole_end = 0
     whole_begin = tl.cdiv(tl.maximum(last_row - max_distance + 1, 0), BLOCK_SIZE)
     first_inner = tl.minimum(tl.cdiv(tl.maximum(whole_begin - begin, 0), COLUMNS), tiles)
@@ -169,44 +169,45 @@ def _evidence_kernel(
         tl.store(number + o_held, b_number, mask=m_map_row)
 
 
-class RowEvidence(NamedTuple):
-    """The means that sampled rows are compared with."""
+class SplitMeans(NamedTuple):
+    """What evidence is computed of where it is read."""
 
-    means: Tensor  # from `split_key_means`
+    means: Tensor  # of keys, from `split_key_means`
     row_stride: int
 
 
-def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
-    return RowEvidence(split_key_means(problem), row_stride)
+def row_evidence(problem: BlockProblem, row_stride: int) -> SplitMeans:
+    """Means alone: `squares_of_shares` and `row_coverage` compute the evidence."""
+    return SplitMeans(split_key_means(problem), row_stride)
 
 
-def squares_of_shares(problem: BlockProblem, evidence: RowEvidence) -> tuple[Tensor, Tensor]:
+def squares_of_shares(problem: BlockProblem, split: SplitMeans) -> tuple[Tensor, Tensor]:
     """Sums of the sampled rows' squared attention, a map in float32 written where they may see, and their number, int32."""
     batch, num_heads, _, _ = problem.inputs.query.shape
-    number = evidence.means.new_empty((batch, num_heads, problem.packed_edges.q_edges.shape[2]), dtype=torch.int32)
-    squares = evidence.means.new_empty((*number.shape, evidence.means.shape[2]), dtype=torch.float32)
-    _launch(problem, evidence, squares=squares, number=number)
+    number = split.means.new_empty((batch, num_heads, problem.packed_edges.q_edges.shape[2]), dtype=torch.int32)
+    squares = split.means.new_empty((*number.shape, split.means.shape[2]), dtype=torch.float32)
+    _launch(problem, split, squares=squares, number=number)
     return squares, number
 
 
-def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
+def row_coverage(problem: BlockProblem, split: SplitMeans, keep: Tensor) -> tuple[Tensor, Tensor]:
     """As `flexmask.block_masks.hybrid.plain.row_coverage`."""
-    held = evidence.means.new_empty(keep.shape[:3], dtype=torch.float32)
-    _launch(problem, evidence, keep=keep, held=held)
+    held = split.means.new_empty(keep.shape[:3], dtype=torch.float32)
+    _launch(problem, split, keep=keep, held=held)
     return mean_and_least(problem, held, held != -1)
 
 
-def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> None:
-    inputs, edges, means, block_size = problem.inputs, problem.packed_edges, evidence.means, problem.block_size
+def _launch(problem: BlockProblem, split: SplitMeans, **tensors: Tensor) -> None:
+    inputs, edges, means, block_size = problem.inputs, problem.packed_edges, split.means, problem.block_size
     query, mask, softcap = inputs.query, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]
-    num_q_blocks, groups = edges.q_edges.shape[2], num_heads // num_kv_heads
-    samples = next_power_of_2(block_size // evidence.row_stride)
+    num_q_blocks, per_key = edges.q_edges.shape[2], num_heads // num_kv_heads
+    samples = next_power_of_2(block_size // split.row_stride)
     padded_dim = max(16, next_power_of_2(head_dim))
     # as many rows as fit into shared memory
     most = min(_ROWS, _QUERY_BYTES // (padded_dim * query.element_size()))
-    heads = min(next_power_of_2(groups), max(1, most // samples))
+    heads = min(next_power_of_2(per_key), max(1, most // samples))
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
     halves = means.shape[3]
@@ -214,12 +215,12 @@ def _launch(problem: BlockProblem, evidence: RowEvidence, **tensors: Tensor) -> 
     tile_bytes = columns * halves * padded_dim * query.element_size()
     stages = 3 if tile_bytes <= _TILE_BYTES else 2 if tile_bytes <= 2 * _TILE_BYTES else 1
     any_tensor = edges.q_edges  # for arguments that a variant does not read
-    _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(groups, heads))](
+    _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(per_key, heads))](
         query, means, any_tensor if mask is None else mask, edges.q_edges, edges.kv_edges,
         *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "held")),
         *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
         inputs.scale, 1.0 if softcap is None else softcap,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=evidence.row_stride, GROUPS=groups,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=split.row_stride, PER_KEY=per_key,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,
         HAS_SOFTCAP=softcap is not None, HALVES=halves,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD

@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 
     lists: BlockLists
     keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
-    # by statistic (`flexmask.stats`): computes it from the map, (batch, num_heads)
-    evidence: Mapping[str, Callable[[Tensor], Tensor]] = {}
+    # beyond what lists give, by name (`flexmask.stats`): computes it from the map, (batch, num_heads)
+    statistics: Mapping[str, Callable[[Tensor], Tensor]] = {}
     # of a user's mask, which hides pairs too
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None

@@ -79,13 +79,13 @@ def doctor(
 
 def _of_the_adapter(version: str | None, needed: bool) -> list[Problem]:
     """Of transformers by its version: loading it takes seconds."""
-    from flexmask.environment import Problem, check_release
+    from flexmask.environment import Problem, check_transformers
 
     severity = "error" if needed else "warning"
     if version is None:
         return [Problem(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
     try:
-        check_release(version)
+        check_transformers(version)
     except ImportError as error:
         return [Problem(severity, str(error), "pip install 'transformers>=4.54,<5.25'")]
     return []

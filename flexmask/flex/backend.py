@@ -39,7 +39,7 @@ def flash_runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
 
 
-class ChosenBackend(NamedTuple):
+class Backend(NamedTuple):
     """``"cpu"``, ``"triton"`` or ``"flash"``, and the factor of its log-sum-exp (`Verdict`)."""
 
     name: str
@@ -69,7 +69,7 @@ def chosen_backend(
     is_dense: bool = False,
     shared: bool = False,
     verdict: Callable[[FlashCall, torch.device], Verdict | None] = flash_verdict,
-) -> ChosenBackend:
+) -> Backend:
     """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
 
     `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads.
@@ -80,9 +80,9 @@ def chosen_backend(
     if backend == "triton":
         if device.type == "cpu":
             raise ValueError('backend="triton" needs a GPU; on a CPU use backend="auto"')
-        return ChosenBackend("triton")
+        return Backend("triton")
     if backend == "auto" and device.type == "cpu":
-        return ChosenBackend("cpu")
+        return Backend("cpu")
     # fake tensors may be on a device that is not there
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
@@ -90,11 +90,11 @@ def chosen_backend(
     call = FlashCall.of(inputs, block_size, shared)
     if backend == "auto":
         if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
-            return ChosenBackend("triton")
+            return Backend("triton")
         outcome = verdict(call, device)
         if outcome is None or _reason(outcome, needs_lse):
-            return ChosenBackend("triton")
-        return ChosenBackend("flash", outcome.lse_factor)
+            return Backend("triton")
+        return Backend("flash", outcome.lse_factor)
 
     reasons = []
     if device.type != "cuda":
@@ -126,7 +126,7 @@ def chosen_backend(
     reason = "" if outcome is None else _reason(outcome, needs_lse)
     if reason:
         raise ValueError(f'backend="flash" cannot run here: {reason}')
-    return ChosenBackend("flash", 1.0 if outcome is None else outcome.lse_factor)
+    return Backend("flash", 1.0 if outcome is None else outcome.lse_factor)
 
 
 def auto_checks(call: FlashCall) -> bool:

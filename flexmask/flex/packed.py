@@ -13,7 +13,7 @@ from flexmask._torch import is_in_memory, is_traced, stopping_modes
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.selection import block_lists
-from flexmask.flex.backend import ChosenBackend, chosen_backend
+from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask_from_lists, captured
 from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
 from flexmask.flex.run import run_flex_attention
@@ -57,7 +57,7 @@ def dense_attention_packed(
     together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
-    kernel = ChosenBackend("triton")  # of "auto" too (docs/packed.md)
+    kernel = Backend("triton")  # of "auto" too (docs/packed.md)
     if calls and backend == "flash":
         # the window is in the lists
         kernel = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)

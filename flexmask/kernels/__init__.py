@@ -5,10 +5,10 @@ blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p
 a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last. A row of a map, ``map_row``, is a query block
 of one head.
 
-Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``last_rows`` is a plane of its
-`last_rows`; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch, num_heads, num_q_blocks, num_kv_blocks);
-``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then block diagonals; ``active`` is
-(batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
+Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``representative`` is a plane of its
+`representative`, ``last_rows`` the one of the last; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch,
+num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
+block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
 """
 
 from flexmask.kernels.block_lists import Blocks as Blocks

@@ -18,7 +18,7 @@ _FIRST_DIGITS = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13)}
 def _means_kernel(
     tokens,  # (batch, heads, length, head_dim)
     mask,  # (batch, kv_len) bool, read if PADDED
-    last_rows,  # read for the offset
+    representative,  # read for the offset
     wanted,  # (batch, heads) bool, read if HAS_WANTED
     means,  # (batch, heads, num_blocks, head_dim) float32; if SPLIT as `split_key_means` returns them
     stride_batch, stride_head, stride_token, stride_dim, heads, length, q_len, kv_len, blocks,
@@ -36,7 +36,7 @@ def _means_kernel(
         p_tokens = tokens + (head // heads) * stride_batch + (head % heads) * stride_head
         batch = head // heads
         p_mask = mask + batch * kv_len
-        offset = tl.load(last_rows + batch * (1 + BLOCK_SIZE))
+        offset = tl.load(representative + batch * (1 + BLOCK_SIZE))
         end = tl.minimum(length, offset + q_len)
         first = 0
         if OF_ROWS:
@@ -93,12 +93,12 @@ def split_key_means(problem: BlockProblem) -> Tensor:
 
 
 def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | None = None) -> None:
-    inputs, block_size, last_rows = problem.inputs, problem.block_size, problem.packed_edges.last_rows
+    inputs, block_size, representative = problem.inputs, problem.block_size, problem.packed_edges.representative
     batch, heads, length, head_dim = x.shape
     blocks, mask = means.shape[2], inputs.attention_mask
     _means_kernel[(blocks, batch * heads)](
-        x, last_rows if mask is None else mask, last_rows, means if wanted is None else wanted, means, *x.stride(), heads, length,
-        inputs.query.shape[2], inputs.key.shape[2], blocks,
+        x, representative if mask is None else mask, representative, means if wanted is None else wanted, means, *x.stride(),
+        heads, length, inputs.query.shape[2], inputs.key.shape[2], blocks,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TILE=min(32, block_size & -block_size), PADDED=mask is not None, OF_ROWS=x is inputs.query, HAS_WANTED=wanted is not None,
         SPLIT=means.dtype != torch.float32, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,

@@ -31,33 +31,33 @@ class BlockSums(NamedTuple):
 
 @kernel
 def _block_sums_kernel(
-    query, key, last_rows,
+    query, key, representative,
     mask,  # (batch, kv_len) bool, read if PADDED
     sums,  # BlockSums
     chunks, query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
     key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PER_KEY: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PADDED: tl.constexpr, ONE_STORE: tl.constexpr,
 ):  # fmt: skip
     # compilers pass Python's floats as float64
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
-    # the query heads of a group are neighbours in the grid and share keys in the L2 cache
+    # the query heads of a key head are neighbours in the grid and share keys in the L2 cache
     TILES: tl.constexpr = BLOCK_SIZE // TILE
-    group_head = tl.program_id(0) // TILES
+    head_of_key = tl.program_id(0) // TILES
     row_tile = tl.program_id(0) % TILES
     batch = tl.program_id(2) // num_kv_heads
     kv_head = tl.program_id(2) % num_kv_heads
-    q_head = kv_head * GROUPS + group_head
-    head = (batch * num_kv_heads * GROUPS + q_head).to(tl.int64)
+    q_head = kv_head * PER_KEY + head_of_key
+    head = (batch * num_kv_heads * PER_KEY + q_head).to(tl.int64)
 
     o_slot = row_tile * TILE + tl.arange(0, TILE)
     o_dim = tl.arange(0, PADDED_DIM)
-    o_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot)
+    o_row = tl.load(representative + batch * (1 + BLOCK_SIZE) + 1 + o_slot)
     m_row = o_row >= 0
-    first_position = tl.load(last_rows + batch * (1 + BLOCK_SIZE))
+    first_position = tl.load(representative + batch * (1 + BLOCK_SIZE))
     b_position = first_position + o_row
     filled_end = first_position + q_len
     b_row_phase = (b_position % BLOCK_SIZE).to(tl.float32)
@@ -167,24 +167,24 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
 
-def block_sums(inputs: AttentionInputs, last_rows: Tensor, block_size: int) -> BlockSums:
-    """Peaks and sums of the attention of `last_rows`, a plane of `PackedEdges.last_rows`."""
+def block_sums(inputs: AttentionInputs, representative: Tensor, block_size: int) -> BlockSums:
+    """Peaks and sums of the attention of `representative`, a plane of `PackedEdges.representative`."""
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     blocks = num_blocks(kv_len, block_size)
     tile, keys = _tiles(head_dim, query.element_size(), block_size)
-    groups = num_heads // num_kv_heads
+    per_key = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
     chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
     padded_dim = max(16, next_power_of_2(head_dim))
-    grid = (groups * (block_size // tile), num_chunks, batch * num_kv_heads)
+    grid = (per_key * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
-        query, key, last_rows, last_rows if mask is None else mask, sums, chunks,
+        query, key, representative, representative if mask is None else mask, sums, chunks,
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, GROUPS=groups,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, PER_KEY=per_key,
         BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None,
         PADDED=mask is not None,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values

@@ -49,17 +49,17 @@ def row_norms(sums: BlockSums) -> Tensor:
 
 
 @triton.jit
-def load_rows(norms, last_rows, head, batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+def load_rows(norms, representative, head, batch, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
     """The rows' base, factor and key blocks, (1, PADDED_SIZE), and their number."""
     o_slot = tl.arange(0, PADDED_SIZE)
     m_slot = o_slot < BLOCK_SIZE
     p_norms = norms + (head * BLOCK_SIZE + o_slot) * 2
     b_base = tl.load(p_norms, mask=m_slot, other=0.0)[None, :]
     b_factor = tl.load(p_norms + 1, mask=m_slot, other=0.0)[None, :]
-    b_row = tl.load(last_rows + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=m_slot, other=-1)
+    b_row = tl.load(representative + batch * (1 + BLOCK_SIZE) + 1 + o_slot, mask=m_slot, other=-1)
     num_rows = tl.maximum(tl.sum((b_row >= 0).to(tl.int32), 0), 1).to(tl.float32)
     # rows not taken sum to 0
-    b_own = ((tl.load(last_rows + batch * (1 + BLOCK_SIZE)) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
+    b_own = ((tl.load(representative + batch * (1 + BLOCK_SIZE)) + tl.maximum(b_row, 0)) // BLOCK_SIZE)[None, :]
     return b_base, b_factor, b_own, num_rows
 
 
@@ -111,7 +111,7 @@ def diagonal_sums(
 
 @kernel
 def _lines_kernel(
-    sums, norms, last_rows, kv_edges,
+    sums, norms, representative, kv_edges,
     lines,  # float32
     num_heads, num_kv_blocks,
     BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -119,7 +119,7 @@ def _lines_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    b_base, b_factor, b_own, num_rows = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
+    b_base, b_factor, b_own, num_rows = load_rows(norms, representative, head, batch, BLOCK_SIZE, PADDED_SIZE)
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(
@@ -138,27 +138,27 @@ def _lines_kernel(
 class RepresentativeMass(NamedTuple):
     """The attention of the representative rows, and its sums."""
 
-    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `PackedEdges.last_rows`
+    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `PackedEdges.representative`
     sums: BlockSums
     norms: Tensor  # from `row_norms`, (batch, num_heads, block_size, 2) float32
 
 
 def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32; -1 if no candidate."""
-    sums, norms, last_rows = mass.sums, mass.norms, mass.rows
+    sums, norms, representative = mass.sums, mass.norms, mass.rows
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
     lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks, norms, last_rows, edges.kv_edges, lines, num_heads, blocks,
+        sums.blocks, norms, representative, edges.kv_edges, lines, num_heads, blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    last_rows = problem.packed_edges.last_rows[WHICH.index(which)]
-    sums = block_sums(problem.inputs, last_rows, problem.block_size)
-    return RepresentativeMass(last_rows, sums, row_norms(sums))
+    representative = problem.packed_edges.representative[WHICH.index(which)]
+    sums = block_sums(problem.inputs, representative, problem.block_size)
+    return RepresentativeMass(representative, sums, row_norms(sums))
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:

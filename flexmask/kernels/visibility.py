@@ -24,13 +24,13 @@ class PackedEdges(NamedTuple):
 
     Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen. Of key blocks `kv_edges` has the
     last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks,
-    then block diagonals, that hold a visible block. `last_rows` has the offset and then the representative rows, -1 where there
-    is none, by `WHICH`.
+    then block diagonals, that hold a visible block. `representative` has the offset and then the rows of that name, -1 where
+    there is none, by `WHICH`.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)
     kv_edges: Tensor  # (batch, 5, num_kv_blocks)
-    last_rows: Tensor  # (2, batch, 1 + block_size)
+    representative: Tensor  # (2, batch, 1 + block_size)
 
     @property
     def seen(self) -> Tensor:
@@ -43,7 +43,7 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
-    q_edges, kv_edges, last_rows = (
+    q_edges, kv_edges, representative = (
         query.new_empty(shape, dtype=torch.int32)
         for shape in ((batch, 6, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size))
     )
@@ -51,22 +51,22 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
     most = max(q_blocks, kv_blocks)
     padded_size = next_power_of_2(block_size)
     _edges_kernel[(cdiv(most, _BLOCKS) + 1, batch)](
-        q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, last_rows, q_len, kv_len,
-        q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size,
+        q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, representative, q_len,
+        kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size,
         PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
     )  # fmt: skip
     if mask is not None or inputs.window is not None:
         _visible_kernel[(most, batch)](
             q_edges, kv_edges, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
-    return PackedEdges(q_edges, kv_edges, last_rows)
+    return PackedEdges(q_edges, kv_edges, representative)
 
 
 @kernel
 def _edges_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
-    q_edges, kv_edges, last_rows, q_len, kv_len, num_q_blocks, num_kv_blocks,
+    q_edges, kv_edges, representative, q_len, kv_len, num_q_blocks, num_kv_blocks,
     HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -88,8 +88,8 @@ def _edges_kernel(
             number = tl.sum(b_rows, 0)
         first = tl.maximum(number - BLOCK_SIZE, 0)
         middle = first // 2
-        p_last = last_rows + batch * (1 + BLOCK_SIZE)
-        p_middle = last_rows + (tl.num_programs(1) + batch) * (1 + BLOCK_SIZE)
+        p_last = representative + batch * (1 + BLOCK_SIZE)
+        p_middle = representative + (tl.num_programs(1) + batch) * (1 + BLOCK_SIZE)
         tl.store(p_last, offset)
         tl.store(p_middle, offset)
         m_slot = o_slot < BLOCK_SIZE

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_traced
 from flexmask.base.checks import check_word
-from flexmask.environment import check_release
+from flexmask.environment import check_transformers
 from flexmask.found_settings import named_settings
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME
@@ -64,7 +64,7 @@ def register(
     --------
     >>> register()
     """
-    check_release(transformers.__version__)
+    check_transformers(transformers.__version__)
     check_word("name", name, (NAME, "flex_attention"))
     set_process_settings(named_settings(method, settings, **options))
     for entry in {NAME, name}:

@@ -21,7 +21,7 @@ from flexmask.found_settings import saved_settings
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record import PrefillRun
-from flexmask.precision import locked
+from flexmask.locking import locked
 from flexmask.settings import CONFIG_KEY, PrefillSettings
 
 SESSION = "_flexmask_session"  # attribute of a model's modules

@@ -73,14 +73,14 @@ class Engine:
         seq_lens: Sequence[int] | None,
         stock_reason: str | None = None,
         is_prefilling: Sequence[bool] | None = None,
-        chosen: Sequence[RequestOptions | None] = (),
+        requested: Sequence[RequestOptions | None] = (),
         policy: DensePolicy | None = None,
     ) -> StepPlan:
         """`plan_step`; with a reason, which is logged once, all rows run stock."""
         if stock_reason is not None:
             self.counters.warn_once(stock_reason)
             seq_lens = None
-        return plan_step(starts, seq_lens, policy or self.options.policy, is_prefilling, chosen)
+        return plan_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested)
 
     def count(self, role: SparseLayer, plan: StepPlan, is_sparse: bool) -> None:
         """Count the tokens of a step, as planned or all of them dense; the first sparse layer counts for all."""

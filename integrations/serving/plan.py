@@ -45,12 +45,12 @@ def plan_step(
     seq_lens: Sequence[int] | None,
     policy: DensePolicy,
     is_prefilling: Sequence[bool] | None = None,
-    chosen: Sequence[RequestOptions | None] = (),
+    requested: Sequence[RequestOptions | None] = (),
 ) -> StepPlan:
     """Plan one step from the requests' first rows, the end of the last, and tokens including this step's.
 
     Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
-    than one row means a prefill. `chosen` are the options of the first requests; padding has none.
+    than one row means a prefill. `requested` are the options of the first requests; padding has none.
     """
     seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens
     sparse: list[SparseRequest] = []
@@ -62,7 +62,7 @@ def plan_step(
         if rows <= 0:
             continue
         prefills = rows > 1 if is_prefilling is None else is_prefilling[index]
-        options = (chosen[index] if index < len(chosen) else None) or RequestOptions()
+        options = (requested[index] if index < len(requested) else None) or RequestOptions()
         if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
             sparse.append(SparseRequest(index, start, stop, seq_len, options.gamma))
             sparse_tokens += rows

@@ -48,7 +48,7 @@ def make_backend(runner: Any) -> Any:
     engine.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
         return others
-    tell_requests(engine.chosen)
+    tell_requests(engine.requested)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()

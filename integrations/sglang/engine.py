@@ -69,7 +69,7 @@ class SGLangEngine(Engine):
         super().__init__(options, _log)
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self.chosen: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
+        self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
         self.planned: StepPlan | None = None  # of a step that is counted: dummy ones, before the first request, are not
         # of newer releases: it makes the plan of a batch's slots, which stock kernels read
         self._translator = getattr(runner, "kv_index_translator", None)
@@ -109,8 +109,8 @@ class SGLangEngine(Engine):
         if rows is None:
             self.planned = None
             return None
-        chosen = [self.chosen.get(name) for name in forward_batch.rids or ()]
-        plan = self.plan(*rows, None if is_dummy else stock_reason(forward_batch), chosen=chosen)
+        requested = [self.requested.get(name) for name in forward_batch.rids or ()]
+        plan = self.plan(*rows, None if is_dummy else stock_reason(forward_batch), requested=requested)
         self.planned = None if is_dummy else plan
         if not plan.sparse:
             return None
@@ -127,16 +127,16 @@ class SGLangEngine(Engine):
         return None if any(scale is None for scale in scales) else scales
 
 
-def tell_requests(chosen: dict[str, RequestOptions]) -> None:
-    """Make SGLang fill `chosen`, by request id, with the options of the requests of each batch."""
+def tell_requests(requested: dict[str, RequestOptions]) -> None:
+    """Make SGLang fill `requested`, by request id, with the options of the requests of each batch."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def tell(made: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
-        chosen.clear()
+        requested.clear()
         for request in batch.reqs or ():
             options = noted_options(request.sampling_params.custom_params)
             if options is not None:
-                chosen[request.rid] = options
+                requested[request.rid] = options
 
     HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", tell)
     HookRegistry.apply_hooks()

@@ -37,7 +37,7 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     given = getattr(params, "custom_params", None) or {}
     if not has_options(given) or backends_of(resolved(manager.server_args))[0] != NAME:
         return
-    chosen = request_options(given, serving_options(KERNELS[0], manager.model_config.hf_config).settings)
-    if chosen is not None:
-        params.custom_params = chosen.noted(given)
-        tokenized.extra_key = f"{tokenized.extra_key or ''}{chosen.salt}"
+    requested = request_options(given, serving_options(KERNELS[0], manager.model_config.hf_config).settings)
+    if requested is not None:
+        params.custom_params = requested.noted(given)
+        tokenized.extra_key = f"{tokenized.extra_key or ''}{requested.salt}"

@@ -92,7 +92,7 @@ class SparsePrefillBuilder:
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
-        return self._engine.plan(starts, seq_lens, stock_reason(common), is_prefilling, self._engine.chosen, self._policy)
+        return self._engine.plan(starts, seq_lens, stock_reason(common), is_prefilling, self._engine.requested, self._policy)
 
 
 def stock_reason(common: Any) -> str | None:

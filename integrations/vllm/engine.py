@@ -45,15 +45,15 @@ class VLLMEngine(Engine):
         self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self.chosen: list[RequestOptions | None] = []  # options of the requests of a step, in its order
-        self._chosen: dict[str, RequestOptions] = {}  # of the requests that have some, by id
+        self.requested: list[RequestOptions | None] = []  # options of the requests of a step, in its order
+        self._requested: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._prepared = False
 
     def choose(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
         """Note the options of new requests and the order of a step's requests; those that are no longer alive are forgotten."""
-        known = {**self._chosen, **new}
-        self._chosen = {name: options for name, options in known.items() if options is not None and name in alive}
-        self.chosen = [self._chosen.get(name) for name in order]
+        known = {**self._requested, **new}
+        self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
+        self.requested = [self._requested.get(name) for name in order]
 
     def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
         """The role of a layer whose implementation got the arguments `given`; `model` is a path."""

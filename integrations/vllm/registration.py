@@ -66,10 +66,10 @@ def read_requests() -> None:
         params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
         given = getattr(params, "extra_args", None) or {}
         selected = getattr(config.attention_config.backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
-        chosen = _options_of(given, config) if has_options(given) and selected else None
-        if chosen is not None:
-            params.extra_args = chosen.noted(given)
-            request.cache_salt = f"{request.cache_salt or ''}{chosen.salt}"
+        requested = _options_of(given, config) if has_options(given) and selected else None
+        if requested is not None:
+            params.extra_args = requested.noted(given)
+            request.cache_salt = f"{request.cache_salt or ''}{requested.salt}"
         return request
 
     wrap_once(InputProcessor, "process_inputs", process_inputs)
@@ -80,16 +80,16 @@ def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
 
     settings = serving_options(vllm_config.additional_config, vllm_config.model_config.hf_config).settings
     try:
-        chosen = request_options(given, settings)
+        requested = request_options(given, settings)
     except ValueError as error:  # which servers answer with status 500
         raise VLLMValidationError(str(error)) from None
-    if chosen is not None and vllm_config.parallel_config.use_ubatching:
+    if requested is not None and vllm_config.parallel_config.use_ubatching:
         raise VLLMValidationError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
-    return chosen
+    return requested
 
 
 def tell_requests(vllm_config: Any) -> None:
-    """Make vLLM's model runner set `VLLMEngine.chosen` before each step; ImportError if it has other functions than these."""
+    """Make vLLM's model runner set `VLLMEngine.requested` before each step; ImportError if it has other functions than these."""
     if vllm_config.use_v2_model_runner:
         from vllm.v1.worker.gpu import model_runner
 

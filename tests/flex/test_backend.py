@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex import backend
-from flexmask.flex.backend import ChosenBackend, chosen_backend
+from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.flash_check import LSE_FACTORS, Verdict
 from flexmask.flex.flash_problem import FlashCall
 
@@ -47,7 +47,7 @@ def chosen(monkeypatch):
 def test_auto_takes_flash_only_where_it_was_seen_to_work(chosen, capability):
     assert chosen("auto", capability).name == ("flash" if capability == 9 else "triton")
     assert len(chosen.asked) == (capability == 9)
-    assert chosen("triton", capability) == ChosenBackend("triton") and chosen.asked == []
+    assert chosen("triton", capability) == Backend("triton") and chosen.asked == []
 
 
 PLAIN = FlashCall(torch.bfloat16, 128, 128)
@@ -66,8 +66,8 @@ CHECKED = {
 
 @pytest.mark.parametrize(("given", "kind"), CHECKED.values(), ids=CHECKED)
 def test_a_call_is_served_as_the_check_of_its_kind_says(chosen, given, kind):
-    assert chosen("auto", **given) == chosen("flash", **given) == ChosenBackend("flash", RIGHT.lse_factor)
-    assert chosen.asked == [kind] and chosen("auto", **given, verdict=WRONG) == ChosenBackend("triton")
+    assert chosen("auto", **given) == chosen("flash", **given) == Backend("flash", RIGHT.lse_factor)
+    assert chosen.asked == [kind] and chosen("auto", **given, verdict=WRONG) == Backend("triton")
     with pytest.raises(ValueError, match=f'^backend="flash" cannot run here: {re.escape(WRONG.reason)}$'):
         chosen("flash", **given, verdict=WRONG)
 
@@ -75,7 +75,7 @@ def test_a_call_is_served_as_the_check_of_its_kind_says(chosen, given, kind):
 @pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])
 def test_a_wrong_log_sum_exp_spares_calls_that_do_not_need_it(chosen, given):
     assert chosen("auto", verdict=NO_LSE).name == chosen("flash", verdict=NO_LSE).name == "flash"
-    assert chosen("auto", **given, verdict=NO_LSE) == ChosenBackend("triton")
+    assert chosen("auto", **given, verdict=NO_LSE) == Backend("triton")
     with pytest.raises(ValueError, match=re.escape(NO_LSE.lse_reason)):
         chosen("flash", **given, verdict=NO_LSE)
 
@@ -90,7 +90,7 @@ UNCHECKED = {
 
 @pytest.mark.parametrize("given", UNCHECKED.values(), ids=UNCHECKED)
 def test_auto_checks_nothing_that_flash_is_known_to_refuse(chosen, given):
-    assert chosen("auto", **given) == ChosenBackend("triton") and chosen.asked == []
+    assert chosen("auto", **given) == Backend("triton") and chosen.asked == []
     raised = Verdict("its check here raised ValueError: Block sparsity requires sparse_block_size[1]=80 to match tile_n.")
     with pytest.raises(ValueError, match=r"cannot run here: its check here raised ValueError: .*=80 to match tile_n\.$"):
         chosen("flash", **given, verdict=raised)
@@ -99,13 +99,13 @@ def test_auto_checks_nothing_that_flash_is_known_to_refuse(chosen, given):
 
 
 def test_where_nothing_is_known_auto_takes_triton_and_flash_raises(chosen):
-    assert chosen("auto", verdict=None) == ChosenBackend("triton")
+    assert chosen("auto", verdict=None) == Backend("triton")
     with pytest.raises(ValueError, match='backend="flash" was not checked for such calls before they were compiled or captured'):
         chosen("flash", verdict=None)
 
 
 def test_dense_calls_check_flash_by_name_only(chosen):
-    assert chosen("auto", is_dense=True) == ChosenBackend("triton") and chosen.asked == []
+    assert chosen("auto", is_dense=True) == Backend("triton") and chosen.asked == []
     with pytest.raises(ValueError, match="block lists ignored"):
         chosen("flash", is_dense=True, verdict=WRONG)
     assert chosen("flash", is_dense=True, verdict=None).name == "flash"
@@ -121,7 +121,7 @@ def test_the_log_sum_exp_has_no_gradient_by_flash(chosen, given):
 def test_flash_names_a_dtype_that_it_cannot_take(chosen):
     with pytest.raises(ValueError, match=r"it needs float16 or bfloat16 \(got float32\)"):
         chosen("flash", dtype=torch.float32)
-    assert chosen("auto", dtype=torch.float32) == ChosenBackend("triton") and chosen.asked == []
+    assert chosen("auto", dtype=torch.float32) == Backend("triton") and chosen.asked == []
 
 
 @pytest.mark.parametrize("capability", [10, 11])

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
-from flexmask.environment import check_release
+from flexmask.environment import check_transformers
 from tests.integrations.cells import static_cache
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded
 
@@ -91,7 +91,7 @@ assert all("flexmask" in interface().valid_keys() for interface in (AttentionInt
 @pytest.mark.parametrize("release", ["4.53.3", "5.25.0", "6.0.0"])
 def test_other_transformers_are_named(release):
     with pytest.raises(ImportError, match=rf"transformers 4\.54 to 5\.24; got {release}"):
-        check_release(release)
+        check_transformers(release)
 
 
 @pytest.mark.attention

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     rich: bool = False  # with padding, window, soft cap and a largest budget
     map_size: str = "small"
-    groups: int = 2  # query heads of a key head
+    per_key: int = 2  # query heads of a key head
     row_stride: int = 8
     length: int = 1024  # of queries; one that 16 does not divide keeps Triton from vectorizing
 
@@ -89,12 +89,12 @@ def launched(problem: Problem) -> dict[str, Variant]:
 
     JITFunction.run = record
     map_top_p_kernels.SMALL_MAP, map_top_p_kernels.MEDIUM_MAP = MAPS[problem.map_size]
-    head_dim, block_size, dtype, rich, _, groups, row_stride, q_len = problem
+    head_dim, block_size, dtype, rich, _, per_key, row_stride, q_len = problem
     kv_len = 2 * q_len if rich else q_len
-    query, key = torch.empty(2, 2 * groups, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
+    query, key = torch.empty(2, 2 * per_key, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
-    numbers = {"gamma": torch.full((2 * groups,), 0.5, dtype=torch.float64), "tau": torch.tensor(0.5, dtype=torch.float64)}
+    numbers = {"gamma": torch.full((2 * per_key,), 0.5, dtype=torch.float64), "tau": torch.tensor(0.5, dtype=torch.float64)}
     numbers["min_coverage"] = torch.tensor(0.5, dtype=torch.float64)
     hybrid = {"method": "hybrid", "row_stride": row_stride, "max_budget": None}
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):

@@ -23,7 +23,7 @@ class Plain(Engine):
         self.roles = {number: role_of_shape(SHAPE, number, self.options.settings) for number in range(layers)}
         self.cache = {}
 
-    def forward(self, chunks, chosen=()):
+    def forward(self, chunks, requested=()):
         """Outputs of chunks, (request, query, key, value) each, in one step."""
         before = [self.cache.get(name, (None, None)) for name, *_ in chunks]
         after = [
@@ -32,7 +32,7 @@ class Plain(Engine):
         ]
         self.cache |= {name: both for (name, *_), both in zip(chunks, after, strict=True)}
         starts = [0, *accumulate(len(each[1]) for each in chunks)]
-        plan = self.plan(starts, [len(key) for key, _ in after], chosen=chosen)
+        plan = self.plan(starts, [len(key) for key, _ in after], requested=requested)
         outputs = [own_kernel(each[1], *both) for each, both in zip(chunks, after, strict=True)]
         role = self.roles[0]
         self.count(role, plan, is_sparse=True)

@@ -49,7 +49,7 @@ class Model(SGLangEngine):
 
     def __init__(self):
         Engine.__init__(self, ServingOptions(SETTINGS, least_rows=32), logging.getLogger("tests"))
-        self.chosen, self.req_to_token = {}, torch.zeros(8, 1024, dtype=torch.int32)
+        self.requested, self.req_to_token = {}, torch.zeros(8, 1024, dtype=torch.int32)
         self._translator = self._held = None
 
 

@@ -85,7 +85,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     def step(new, order):
         made = [SimpleNamespace(req_id=each, sampling_params=read(config, given).sampling_params) for each, given in new.items()]
         getattr(runners.GPUModelRunner, name)(runner, SimpleNamespace(scheduled_new_reqs=made, order=order))
-        return engine.chosen
+        return engine.requested
 
     half, dense = RequestOptions(gamma=0.5), RequestOptions(dense=True)
     assert step({"a": {"flexmask_gamma": 0.5}, "b": None, "c": {"flexmask_dense": 1}}, "bac") == [None, half, dense]
@@ -96,7 +96,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     # an engine without our backend
     other = SimpleNamespace(vllm_config=config_of(use_v2_model_runner=is_v2))
     getattr(runners.GPUModelRunner, name)(other, SimpleNamespace(scheduled_new_reqs=[], order="x"))
-    assert engine.chosen == [None, dense]
+    assert engine.requested == [None, dense]
 
 
 def test_a_runner_with_another_function_is_refused(monkeypatch):

@@ -78,7 +78,7 @@ def written_out(query, keys, values, scale, sinks=None):
 class OneLayer(Engine):
     """An engine whose layer has the role of its implementation's arguments; notes the keys of its sparse requests."""
 
-    chosen: Sequence[RequestOptions | None] = ()
+    requested: Sequence[RequestOptions | None] = ()
 
     def __init__(self, options, log):
         super().__init__(options, log)
