@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flexmask.base.checks import check_int, check_word, plain_number
 from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.block_masks.positions import causal_mask
-from flexmask.dense_policy import DensePlan, DensePolicy, check_dense_below
-from flexmask.flex.backend import BACKENDS, Backend, chosen_backend
+from flexmask.call_options import CallOptions
+from flexmask.dense_policy import DensePlan
+from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.captured_numbers import constant_floats, with_constant_numbers
 from flexmask.flex.dense import dense_attention, sdpa
@@ -20,16 +20,6 @@ from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
 from flexmask.selector import CallSelector, Selector
 from flexmask.stats import SelectionStats, dense_stats, stats_of
-
-MAX_MASK_BYTES = 2**30
-
-
-class CallOptions(NamedTuple):
-    """Options of calls, whatever their method."""
-
-    backend: str = "auto"
-    policy: DensePolicy = DensePolicy()
-    max_mask_bytes: int = MAX_MASK_BYTES
 
 
 class Attended(NamedTuple):
@@ -42,18 +32,6 @@ class Attended(NamedTuple):
 
 
 _Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
-
-
-def checked_call_options(
-    backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES
-) -> CallOptions:
-    """Check the options and fill in their defaults."""
-    check_word("backend", backend, BACKENDS)
-    max_mask_bytes = plain_number(max_mask_bytes)
-    check_int("max_mask_bytes", max_mask_bytes)
-    if max_mask_bytes <= 0:
-        raise ValueError(f"max_mask_bytes must be > 0 bytes; got {max_mask_bytes}")
-    return CallOptions(backend, DensePolicy(check_dense_below(dense_below)), max_mask_bytes)
 
 
 def attend(

@@ -8,9 +8,10 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
-from flexmask.attend import MAX_MASK_BYTES, attend, checked_call_options
+from flexmask.attend import attend
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
+from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats

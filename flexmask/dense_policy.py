@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from flexmask._torch import in_dispatch_mode, is_traced
-from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int, plain_number
+from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.selector import CallSelector
 
@@ -94,17 +94,6 @@ def has_causal_kernel(inputs: AttentionInputs) -> bool:
     """True if SDPA's causal kernel serves the inputs: a whole prompt, without anything special."""
     special = (inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
     return inputs.query.shape[2] == inputs.key.shape[2] and all(x is None for x in special)
-
-
-def check_dense_below(dense_below: int | None) -> int:
-    """`dense_below` with its default filled in."""
-    if dense_below is None:
-        return DENSE_BELOW
-    dense_below = plain_number(dense_below)
-    check_int("dense_below", dense_below)
-    if dense_below < 0:
-        raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")
-    return dense_below
 
 
 def notice_dense(reason: str | None, q_len: int) -> None:

@@ -130,7 +130,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         ).with_offset()
         selector = made.checked(block_size, options).for_inputs(inputs)
-        needed = query.shape[0] * query.shape[1] * selector.head_bytes
+        needed = query.shape[0] * query.shape[1] * selector.head_bytes(inputs)
         if needed > MOST_MASK_BYTES:
             raise ValueError(
                 f"query and key need a mask of at most {MOST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "

@@ -137,12 +137,7 @@ class Selector:
         row_numbers = 0
         if method.row_numbers is not None:
             row_numbers = max(1, method.row_numbers(kv_len, self.block_size, **filled))
-        if method.head_bytes is None:
-            needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * row_numbers
-        else:
-            needed = method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **filled)
-        needed = max(needed, tiled_list_bytes(inputs, self.block_size))
-        return CallSelector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), needed, row_numbers)
+        return CallSelector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), row_numbers)
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""
@@ -162,16 +157,23 @@ class CallSelector(Selector):
     """A selector for one call: its options by head fit the heads."""
 
     keeps_all: list[bool]  # by query head
-    head_bytes: int  # of one head's mask in one batch row while it is made, or listed for FLASH
     row_numbers: int  # `Method.row_numbers`, at least 1 of a method that has it, else 0
 
     def of_heads(self, heads: slice) -> CallSelector:
         options, keeps_all = self._cut_options(heads), self.keeps_all[heads]
-        return CallSelector(self.method, self.block_size, options, keeps_all, self.head_bytes, self.row_numbers)
+        return CallSelector(self.method, self.block_size, options, keeps_all, self.row_numbers)
 
     def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
         """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
-        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes, self.method.shared)
+        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes(inputs), self.method.shared)
+
+    def head_bytes(self, inputs: AttentionInputs) -> int:
+        """Bytes of one head's mask in one batch row while it is made, or listed for FLASH."""
+        if self.method.head_bytes is None:
+            needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers
+        else:
+            needed = self.method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **self.options)
+        return max(needed, tiled_list_bytes(inputs, self.block_size))
 
 
 def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.attend import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
+from flexmask.call_options import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"

@@ -138,7 +138,7 @@ def random_times(
     whole = attention_inputs(*(zero.expand(1, n, tokens, head_dim) for n in (heads, kv_heads, kv_heads)), window=window)
     selector = settings.selector().for_inputs(whole)
     key_heads = int(_LONGEST * kv_heads * speed / (2 * tokens * tokens * head_dim * heads))
-    at_once = min(call_options.max_mask_bytes // selector.head_bytes, max(1, key_heads) * (heads // kv_heads))
+    at_once = min(call_options.max_mask_bytes // selector.head_bytes(whole), max(1, key_heads) * (heads // kv_heads))
     group = head_groups(whole.query, whole.key, max(at_once, heads // kv_heads))[0]
     generator = torch.Generator(zero.device).manual_seed(0)
     query, key, value = (

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.attend import CallOptions
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.call_options import CallOptions
 from flexmask.dense_policy import by_head_dim
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads

@@ -50,7 +50,7 @@ def head_errors(
         visible = block_visibility(tokens, selector.block_size, inputs.window).visible
         density = torch.empty((num_heads, len(gammas)), dtype=widest_float(query.device), device=query.device)
         error = torch.empty_like(density)
-        at_once = max_mask_bytes // max(with_gamma.head_bytes for with_gamma in by_gamma)
+        at_once = max_mask_bytes // max(with_gamma.head_bytes(whole) for with_gamma in by_gamma)
         for group in head_groups(query, whole.key, at_once, selector.method.shared):
             part = whole.of_heads(group)
             keep = torch.stack([_kept(with_gamma.of_heads(group.query), part, visible) for with_gamma in by_gamma], 2)[0]
