@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,14 @@ _PLAIN: Steps[plain.RepresentativeMass, plain.Blocks] = plain
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
-Chosen = tuple[tuple[Tensor, ...], Tensor | None, tuple[Tensor, ...], MaskMod | None]
+
+class MethodResult(NamedTuple):
+    """What is computed of a method's choice; a `Selection` names it."""
+
+    lists: BlockLists
+    keep: Tensor | None  # map of kept blocks
+    stats: tuple[Tensor, ...]  # in the order of those wanted
+    mask_mod: MaskMod | None
 
 
 def select_blocks(
@@ -66,8 +73,9 @@ def run_kernels(
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     # Triton launches on the current device
     with contextlib.nullcontext() if is_current else torch.cuda.device(device):
-        chosen = _chosen(inputs, selector.block_size, selector.method.choose, fixed, tensors, wants_map, statistics, True)
-    return _selection(selector, chosen, with_map, statistics)
+        problem = cut_into_blocks(inputs, selector.block_size, _KERNELS, wants_map)
+        result = result_of(problem, selector.method.choose, fixed, tensors, statistics)
+    return _selection(selector, result, with_map, statistics)
 
 
 def run_plain(
@@ -77,23 +85,28 @@ def run_plain(
     with_map: bool,
     statistics: tuple[str, ...],
     end: Tensor | None = None,
-    kept: Tensor | None = None,
 ) -> Selection:
-    """Run a method in plain steps; in a slice of rows `end` is the whole's, (batch,). `kept`: the map that the slices chose."""
+    """Run a method in plain steps; in a slice of rows `end` is the whole's, (batch,)."""
     fixed = {name: value for name, value in selector.options.items() if name not in tensors}
-    choose, variant = selector.method.choose, selector.method.name
-    if kept is not None:
-        choose, variant, fixed, tensors = _as_given, "map", {}, {"kept": kept}
-    arguments = (selector.block_size, choose, fixed, tensors, True, statistics, False, end)
+    arguments = (selector.block_size, selector.method.choose, fixed, tensors, statistics, end)
     if selector.method.is_users:
-        chosen = _chosen(inputs, *arguments)
+        result = plain_result(inputs, *arguments)
     else:
-        chosen = run_compiled(_chosen, (variant, tuple(fixed.items()), statistics), inputs, *arguments)
-    return _selection(selector, chosen, with_map, statistics)
+        result = run_compiled(plain_result, (selector.method.name, tuple(fixed.items()), statistics), inputs, *arguments)
+    return _selection(selector, result, with_map, statistics)
 
 
-def _as_given(problem: BlockProblem, kept: Tensor) -> Tensor:
-    return kept
+def selection_of_map(
+    selector: Selector, inputs: SparseInputs, keep: Tensor, with_map: bool, statistics: tuple[str, ...]
+) -> Selection:
+    """The selection of a map of kept blocks, which `selector` chose in slices of rows."""
+    variant, tensors = ("map", (), statistics), {"keep": keep}
+    result = run_compiled(plain_result, variant, inputs, selector.block_size, _as_chosen, {}, tensors, statistics, None)
+    return _selection(selector, result, with_map, statistics)
+
+
+def _as_chosen(problem: BlockProblem, keep: Tensor) -> Tensor:
+    return keep
 
 
 def _in_slices(
@@ -109,35 +122,43 @@ def _in_slices(
         keep = run_plain(selector, part, tensors, True, (), first + q_len).keep
         assert keep is not None
         maps.append(keep)
-    return run_plain(selector, inputs, tensors, with_map, statistics, kept=torch.cat(maps, 2))
+    return selection_of_map(selector, inputs, torch.cat(maps, 2), with_map, statistics)
 
 
-def _selection(selector: Selector, chosen: Chosen, with_map: bool, statistics: tuple[str, ...]) -> Selection:
-    lists, keep, stats, mask_mod = chosen
+def _selection(selector: Selector, result: MethodResult, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+    lists, keep, stats, mask_mod = result
     # without a title all methods share one compiled kernel
     title = selector.method.name if mask_mod is not None else selector.title if with_map else None
     by_name = dict(zip(statistics, stats, strict=True))
-    return Selection(BlockLists(*lists), keep if with_map else None, by_name, selector.block_size, title, mask_mod)
+    return Selection(lists, keep if with_map else None, by_name, selector.block_size, title, mask_mod)
 
 
-def _chosen(
+def plain_result(
     inputs: SparseInputs,
     block_size: int,
     choose: Callable[..., Choice | Tensor | None],
     fixed: dict[str, Any],
     tensors: dict[str, Tensor],
-    with_map: bool,
     statistics: tuple[str, ...],
-    by_kernels: bool,
-    end: Tensor | None = None,
-) -> Chosen:
-    """Lists, map, statistics and mask_mod of a method's choice."""
-    problem = cut_into_blocks(inputs, block_size, _KERNELS if by_kernels else _PLAIN, with_map, end)
+    end: Tensor | None,
+) -> MethodResult:
+    """As torch compiles it."""
+    return result_of(cut_into_blocks(inputs, block_size, _PLAIN, end=end), choose, fixed, tensors, statistics)
+
+
+def result_of(
+    problem: BlockProblem,
+    choose: Callable[..., Choice | Tensor | None],
+    fixed: dict[str, Any],
+    tensors: dict[str, Tensor],
+    statistics: tuple[str, ...],
+) -> MethodResult:
+    """Run a method's function, and compute the wanted statistics."""
     choice = choose(problem, **fixed, **tensors)
     if not isinstance(choice, Choice):
         choice = from_map(problem, choice)
     stats = computed(choice, statistics, problem) if statistics else ()
-    return tuple(choice.lists), choice.keep, stats, choice.mask_mod
+    return MethodResult(choice.lists, choice.keep, stats, choice.mask_mod)
 
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:

@@ -16,9 +16,11 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
+from flexmask import kernels
+from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
-from flexmask.select import _chosen
+from flexmask.select import result_of
 from tests.cases import Config
 
 # most entries of a small and of a medium pooled map
@@ -105,7 +107,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         fixed = {name: value for name, value in config.options.items() if name not in tensors}
         inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
         statistics = ("row_coverage",) if rich else ()
-        _chosen(inputs, block_size, choose, fixed, tensors, with_map=rich, statistics=statistics, by_kernels=True)
+        result_of(cut_into_blocks(inputs, block_size, kernels, rich), choose, fixed, tensors, statistics)
     return found
 
 
