@@ -1,4 +1,4 @@
-"""Attention of a checked call: dense where the policy says so, else one group of heads after the other."""
+"""Attention of a checked call as planned: dense, or over blocks, one group of heads after the other."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
 from flexmask.base.selection import BlockLists, Selection
-from flexmask.block_masks.positions import causal_mask
 from flexmask.call_options import CallOptions
-from flexmask.dense_policy import DensePlan
+from flexmask.dense_policy import CallPlan
 from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.captured_numbers import constant_floats, with_constant_numbers
 from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
-from flexmask.selector import CallSelector, Selector
 from flexmask.stats import SelectionStats, dense_stats, stats_of
 
 
@@ -36,35 +34,30 @@ _Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
 
 def attend(
     inputs: AttentionInputs,
-    selector: Selector,
+    plan: CallPlan,
     call_options: CallOptions,
-    plan: DensePlan,
     return_lse: bool = False,
     statistics: tuple[str, ...] = (),
     with_maps: bool = False,
 ) -> Attended:
-    """`sparse_attention` of checked inputs, whatever autocast; `statistics` by name, `with_maps` also the selections."""
-    is_dense = all(plan.key_heads)
+    """Attention of checked inputs as planned, outside of autocast; `statistics` by name, `with_maps` also the selections."""
+    selector = plan.selector
     with without_autocast(inputs.query.device):
         # a named backend that cannot run is refused at every length
-        backend = chosen_backend(call_options.backend, inputs, selector.block_size, return_lse, is_dense)
-        if is_dense:
+        backend = chosen_backend(call_options.backend, inputs, plan.block_size, return_lse, selector is None)
+        if selector is None:
             return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)
-        if plan.reason is not None:  # every visible block
-            selector = causal_mask.method.checked(selector.block_size, {})
-        if not isinstance(selector, CallSelector):
-            selector = selector.for_inputs(inputs)
         measured = statistics if plan.reason is None else ()
         groups, whole = selector.groups(inputs, call_options.max_mask_bytes), inputs.prepared()
         outputs, selections, dense = None, [], []
         for group in groups:
-            part, key_heads, selection, kernel = whole.of_heads(group), plan.key_heads[group.key], None, backend
+            part, key_heads, selection, kernel = whole.of_heads(group), plan.dense_key_heads[group.key], None, backend
             if measured or with_maps or not all(key_heads):
                 selection = select_blocks(selector.of_heads(group.query), part, with_maps, measured)
                 selections.append(selection)
                 if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
                     # FLASH then packs a key head's query heads into one tile
-                    kernel = chosen_backend(call_options.backend, inputs, selector.block_size, return_lse, shared=True)
+                    kernel = chosen_backend(call_options.backend, inputs, plan.block_size, return_lse, shared=True)
             out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
             outputs = _with_group(outputs, (out, lse), group, inputs.query)
             dense.append(key_heads)
@@ -91,17 +84,17 @@ def _with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: T
 def attend_heads(
     inputs: SparseInputs,
     selection: Selection | None,
-    dense: list[bool],
+    dense: tuple[bool, ...],
     most_kept: float | None,
     backend: Backend,
     return_lse: bool = False,
-) -> tuple[Tensor, Tensor | None, list[bool]]:
+) -> tuple[Tensor, Tensor | None, tuple[bool, ...]]:
     """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense: `dense`, and those over `most_kept`."""
     if selection is not None and most_kept is not None:
         more = _keeps_more(selection.lists, len(dense), most_kept)
-        dense = [already or kept for already, kept in zip(dense, more, strict=True)]
+        dense = tuple([already or kept for already, kept in zip(dense, more, strict=True)])
     if selection is None or all(dense):
-        return *dense_attention(inputs, return_lse), [True] * len(dense)
+        return *dense_attention(inputs, return_lse), (True,) * len(dense)
     runs, per_key = _runs(dense), inputs.query.shape[1] // len(dense)
     heads = [slice(keys.start * per_key, keys.stop * per_key) for keys in runs]
     # not for fewer heads: another number of them is another compilation
@@ -132,7 +125,7 @@ def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool
     return [number > share * visible for number in kept.tolist()]
 
 
-def _runs(heads: list[bool]) -> list[slice]:
+def _runs(heads: tuple[bool, ...]) -> list[slice]:
     """The runs of True entries as slices."""
     runs = [list(run) for is_true, run in groupby(range(len(heads)), key=lambda head: heads[head]) if is_true]
     return [slice(run[0], run[-1] + 1) for run in runs]

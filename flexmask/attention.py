@@ -170,9 +170,8 @@ def sparse_attention(
         query, key, value,
         scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
     )  # fmt: skip
-    call_selector = selector.for_inputs(inputs)
-    plan = call_options.policy.plan(inputs, call_selector, return_lse)
+    plan = call_options.policy.plan(inputs, selector.for_inputs(inputs), return_lse)
     notice_dense(plan.reason, query.shape[2])
-    attended = attend(inputs, call_selector, call_options, plan, return_lse, STATISTICS if return_stats else ())
+    attended = attend(inputs, plan, call_options, return_lse, STATISTICS if return_stats else ())
     extras = tuple(x for x in (attended.lse, attended.stats) if x is not None)
     return (attended.out, *extras) if extras else attended.out

@@ -11,7 +11,7 @@ import torch
 from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.selector import CallSelector
+from flexmask.selector import METHODS, CallSelector
 
 _log = logging.getLogger("flexmask")
 _said: set[str] = set()
@@ -21,12 +21,14 @@ DENSE_BELOW = 16384
 CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43}
 
 
-class DensePlan(NamedTuple):
-    """The part of one call that runs dense; with a `reason` all of it, in key heads that are False over all visible blocks."""
+class CallPlan(NamedTuple):
+    """What serves one call: dense attention (`dense_plan`), every visible block (`every_block_plan`), or a selection."""
 
-    reason: str | None
-    key_heads: list[bool]  # served by dense attention, as known before any mask is made
-    most_kept: float | None = None  # density above which another key head is, too
+    block_size: int
+    reason: str | None  # why all of it is dense, if it is
+    selector: CallSelector | None = None  # chooses the blocks; None: dense attention serves the whole call
+    dense_key_heads: tuple[bool, ...] = ()  # of a selector: served by dense attention, as known before any mask is made
+    most_kept: float | None = None  # density above which dense attention serves another key head, too
 
 
 class DensePolicy(NamedTuple):
@@ -44,23 +46,23 @@ class DensePolicy(NamedTuple):
             return f"{q_len} rows < {self.least_rows}"
         return None
 
-    def plan(self, inputs: AttentionInputs, selector: CallSelector, return_lse: bool = False) -> DensePlan:
+    def plan(self, inputs: AttentionInputs, selector: CallSelector, return_lse: bool = False) -> CallPlan:
         """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head."""
         num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
-        per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all
+        per_key, keeps_all, size = num_heads // num_kv_heads, selector.keeps_all, selector.block_size
         fits = self.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
         reason = self.by_size(inputs.query.shape[2], inputs.key.shape[2])
         if reason is None and fits:
             reason = self.by_selection(keeps_all)
         if reason is not None:
-            return DensePlan(reason, [True] * num_kv_heads)
+            return dense_plan(reason, size)
         # in a surrounding compilation nothing orders what empties lists before what reads them
         if not fits or inputs.needs_grad or is_traced():
-            return DensePlan(None, [False] * num_kv_heads)
+            return CallPlan(size, None, selector, (False,) * num_kv_heads)
         # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
         reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
-        key_heads = [all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)]
-        return DensePlan(None, key_heads, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
+        dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
+        return CallPlan(size, None, selector, dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
 
     def by_selection(self, keeps_all: list[bool]) -> str | None:
         """Reason why a selection has nothing to drop, if it has none."""
@@ -85,9 +87,17 @@ def by_head_dim(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str
     return None
 
 
-def plan_of_reason(reason: str, inputs: AttentionInputs, over_blocks: bool = False) -> DensePlan:
-    """The plan of a call that runs dense for `reason`; `over_blocks` unless SDPA's causal kernel serves it."""
-    return DensePlan(reason, [not over_blocks or has_causal_kernel(inputs)] * inputs.key.shape[1])
+def dense_plan(reason: str, block_size: int) -> CallPlan:
+    """The plan of a call that dense attention serves for `reason`; its backend is checked for `block_size` all the same."""
+    return CallPlan(block_size, reason)
+
+
+def every_block_plan(reason: str, block_size: int, inputs: AttentionInputs) -> CallPlan:
+    """The plan of a call that is dense for `reason`, over every visible block unless SDPA's causal kernel serves it."""
+    if has_causal_kernel(inputs):
+        return dense_plan(reason, block_size)
+    causal = METHODS["causal"].checked(block_size, {}).for_inputs(inputs)
+    return CallPlan(block_size, reason, causal, (False,) * inputs.key.shape[1])
 
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:

@@ -173,10 +173,10 @@ def sparse_attention_varlen(
     served = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
     for number in filled:
         if number not in served:
-            inputs, call_selector = problems[number], selectors[number]
-            plan = policy.plan(inputs, call_selector, return_lse)
+            inputs = problems[number]
+            plan = policy.plan(inputs, selectors[number], return_lse)
             notice_dense(plan.reason, segments[number].q_len)
-            served[number] = attend(inputs, call_selector, call_options, plan, return_lse, statistics)
+            served[number] = attend(inputs, plan, call_options, return_lse, statistics)
     outs, lses = [served[n].out for n in filled], [served[n].lse for n in filled]
     out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []

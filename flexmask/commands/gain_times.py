@@ -155,7 +155,7 @@ def random_times(
         plan = call_options.policy.plan(whole, selector)
     for number, density in enumerate(densities):
         blocks, times.density[number] = _random_blocks(inputs, selector.block_size, density)
-        calls.append(partial(attend_heads, inputs, blocks, [False] * key.shape[1], plan.most_kept, backend))
+        calls.append(partial(attend_heads, inputs, blocks, (False,) * key.shape[1], plan.most_kept, backend))
     seconds = np.stack(seconds_in_turns(calls, zero.device)) / times.share
     times.add(seconds[0], seconds[1] if densities else np.zeros(ROUNDS), seconds[2:])
     return times

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flexmask.attend import Attended, attend
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_policy import DensePlan, by_head_dim, notice_dense, plan_of_reason
+from flexmask.dense_policy import CallPlan, by_head_dim, dense_plan, every_block_plan, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
@@ -46,22 +46,21 @@ class PrefillCall(NamedTuple):
 
     def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
         """`attend`, and the reason for running dense; records nothing."""
-        selector, plan = self.plan()
+        plan = self.plan()
         if self.run is None:
             notice_dense(plan.reason, self.inputs.query.shape[2])
-        call_options = self.settings.call_options
-        return attend(self.inputs, selector, call_options, plan, statistics=statistics, with_maps=with_maps), plan.reason
+        attended = attend(self.inputs, plan, self.settings.call_options, statistics=statistics, with_maps=with_maps)
+        return attended, plan.reason
 
-    def plan(self) -> tuple[Selector, DensePlan]:
-        """The selector of these inputs, and the part of the call that runs dense."""
+    def plan(self) -> CallPlan:
         reason = self.reason_no_mask()
         if reason is not None:
-            return self.selector, plan_of_reason(reason, self.inputs)
+            return dense_plan(reason, self.selector.block_size)
         selector = self.selector.for_inputs(self.inputs)
         reason = self.reason_dense_layer(selector.keeps_all)
         if reason is not None:
-            return selector, plan_of_reason(reason, self.inputs, over_blocks=True)
-        return selector, self.settings.call_options.policy.plan(self.inputs, selector)
+            return every_block_plan(reason, selector.block_size, self.inputs)
+        return self.settings.call_options.policy.plan(self.inputs, selector)
 
     def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
         """As `attention`, of the sequences of a pack in the batch rows one after the other."""

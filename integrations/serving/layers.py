@@ -99,9 +99,8 @@ def attend(
         query.contiguous().transpose(0, 1)[None], key[None], value[None],
         scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,
     )  # fmt: skip
-    selector = layer.selector.for_inputs(inputs)
-    plan = layer.call_options.policy.plan(inputs, selector)
-    attended = attend_blocks(inputs, selector, layer.call_options, plan, statistics=statistics)
+    plan = layer.call_options.policy.plan(inputs, layer.selector.for_inputs(inputs))
+    attended = attend_blocks(inputs, plan, layer.call_options, statistics=statistics)
     return attended.out[0].transpose(0, 1), attended.stats
 
 
