@@ -75,7 +75,7 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
         candidates = candidate_lines(problem.seen).unsqueeze(2)
         kept = ranks(values, candidates) < (count / size).ceil()
         return extended_lines(kept[0], kept[1], problem.seen)
-    attention = torch.where(rows.taken[:, None, :, None], attention, 0.0)
+    attention = torch.where(rows.valid[:, None, :, None], attention, 0.0)
     columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
     valid = tokens.key_valid[:, None]
     ordinal = valid.cumsum(-1)

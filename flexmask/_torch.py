@@ -133,9 +133,9 @@ def _off_the_stack() -> Iterator[None]:
 
 def beyond_memory(tensor: Tensor) -> str | None:
     """Name the kind of `tensor` if compiled code that reads its memory would miss what it stands for."""
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind is not FakeTensor:
-        return f"one of type {kind.__name__}"
+    cls = type(tensor)
+    if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and cls is not FakeTensor:
+        return f"one of type {cls.__name__}"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
         return "one inside a transform of torch.func"
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:

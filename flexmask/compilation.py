@@ -85,12 +85,12 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
     numbers = (num_heads, key.shape[1], head_dim, rest[0], inputs.scale, inputs.softcap)
     # a wider window may not fit into the int32 of a symbol
     window = None if inputs.window is None else min(inputs.window, 2**30)
-    given = (batch == 1, q_len == key.shape[2], *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
-    run = compiled(function, numbers, *variant, *device, *given)
+    properties = (batch == 1, q_len == key.shape[2], *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
+    run = compiled(function, numbers, *variant, *device, *properties)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations
-    given_query, given_key = with_dynamic(query, 2), with_dynamic(key, 2)
-    dynamic = AttentionInputs(given_query, given_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
+    dynamic_query, dynamic_key = with_dynamic(query, 2), with_dynamic(key, 2)
+    dynamic = AttentionInputs(dynamic_query, dynamic_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
     with without_tf32() if query.is_cuda else contextlib.nullcontext():
         return run(dynamic, *rest)
 

@@ -138,7 +138,7 @@ def problems(device: torch.device | str) -> list[Problem]:
     compiler = os.environ.get("CXX") or {"Darwin": "clang++", "Windows": "cl"}.get(platform.system(), "g++")
     compare = "run the self-test and compare logits"
     # whether it holds, severity, what, remedy
-    known = [
+    conditions = [
         *((True, "error", f"{name}={x} switches torch.compile off, which sparse attention needs", f"unset {name}")
           for name, x in is_set.items()),
         (not on_cpu and not HAS_TRITON, "error", "triton is missing, which compiled attention needs on a GPU",
@@ -164,7 +164,7 @@ def problems(device: torch.device | str) -> list[Problem]:
         (flash_installed() and not HAS_FLASH_BACKEND, "warning",
          f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10"),
     ]  # fmt: skip
-    return sorted((Problem(*rest) for holds, *rest in known if holds), key=lambda problem: problem.severity != "error")
+    return sorted((Problem(*rest) for holds, *rest in conditions if holds), key=lambda problem: problem.severity != "error")
 
 
 def check_transformers(version: str) -> None:

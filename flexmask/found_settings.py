@@ -17,8 +17,8 @@ def named_settings(
 ) -> PrefillSettings | None:
     """The settings that a caller names, by keywords, as a whole or by file; None without any."""
     if settings is None:
-        given = options if method is None else {"method": method, **options}
-        return PrefillSettings(**given) if given else None
+        keywords = options if method is None else {"method": method, **options}
+        return PrefillSettings(**keywords) if keywords else None
     if method is not None or options:
         also = sorted({*options, *([] if method is None else ["method"])})
         raise ValueError(f"settings must come without a method and options beside them; got {also} too")
@@ -68,5 +68,5 @@ def found_settings(
     """The named settings, else those that `saved` reads in the first config with some, else the defaults; and which they are."""
     if named is not None:
         return named, "named"
-    given = next((settings for settings in map(saved, configs) if settings is not None), None)
-    return (PrefillSettings(), "defaults") if given is None else (given, "config")
+    of_config = next((settings for settings in map(saved, configs) if settings is not None), None)
+    return (PrefillSettings(), "defaults") if of_config is None else (of_config, "config")

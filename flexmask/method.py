@@ -89,28 +89,28 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     if choose is None:
         return functools.partial(method, plans=plans, **fields)
     declared = list(inspect.signature(choose).parameters.values())[1:]
-    kinds = {name: _kinds(hint) for name, hint in get_type_hints(choose, include_extras=True).items() if name != "return"}
+    parts = {name: _parts(hint) for name, hint in get_type_hints(choose, include_extras=True).items() if name != "return"}
     for name in [p.name for p in declared] if fields.get("has_kernels") else ():
-        if any(kind not in _PASSED for kind in kinds.get(name, (Any,))):
+        if any(part not in _PASSED for part in parts.get(name, (Any,))):
             raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
-    made = Method(
+    entry = Method(
         choose, {p.name: p.default for p in declared}, choose.__name__.removesuffix("_mask"),
-        floats=tuple(p.name for p in declared if float in kinds.get(p.name, ())),
-        shares=tuple(p.name for p in declared if ByHead in kinds.get(p.name, ())),
-        pairs={p.name: (plans or {}).get(p.name) for p in declared if PairsByHead in kinds.get(p.name, ())}, **fields,
+        floats=tuple(p.name for p in declared if float in parts.get(p.name, ())),
+        shares=tuple(p.name for p in declared if ByHead in parts.get(p.name, ())),
+        pairs={p.name: (plans or {}).get(p.name) for p in declared if PairsByHead in parts.get(p.name, ())}, **fields,
     )  # fmt: skip
-    known = METHODS.get(made.name)
+    other = METHODS.get(entry.name)
     # a module may be imported again
-    if known is not None and _qualified_name(known.choose) != _qualified_name(choose):
-        owner = _qualified_name(known.choose)
-        raise ValueError(f"{choose.__name__} must have another name: method {made.name!r} is that of {owner}")
+    if other is not None and _qualified_name(other.choose) != _qualified_name(choose):
+        owner = _qualified_name(other.choose)
+        raise ValueError(f"{choose.__name__} must have another name: method {entry.name!r} is that of {owner}")
     positional = [p.name for p in declared if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
         query: Tensor,
         key: Tensor,
-        *given: Any,
+        *by_position: Any,
         block_size: int = 128,
         scale: float | None = None,
         softcap: float | None = None,
@@ -120,16 +120,16 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
         return_stats: bool = False,
         **options: Any,
     ) -> Any:
-        if len(given) > len(positional):
-            raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(given)}")
-        for name, value in zip(positional[: len(given)], given, strict=True):
+        if len(by_position) > len(positional):
+            raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(by_position)}")
+        for name, value in zip(positional[: len(by_position)], by_position, strict=True):
             if name in options:
                 raise TypeError(f"{choose.__name__} got {name} twice, by position and by name")
             options[name] = value
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         ).with_offset()
-        selector = made.checked(block_size, options).for_inputs(inputs)
+        selector = entry.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes(inputs)
         if needed > MOST_MASK_BYTES:
             raise ValueError(
@@ -149,12 +149,12 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     function = cast(Any, generate)
     # inspect and help() read it
     function.__signature__ = signature
-    function.method = made
-    METHODS[made.name] = made
+    function.method = entry
+    METHODS[entry.name] = entry
     return function
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
+def _parts(hint: Any) -> tuple[Any, ...]:
     """The parts of an annotation: those of a union, else itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 

@@ -89,10 +89,10 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
 
 def _rows_of(source: Any) -> list[Mapping[str, Any]]:
     """The rows of a run or of a tuning result, or rows as they are, at least one."""
-    given = source.rows() if callable(getattr(source, "rows", None)) else source
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes, Mapping)):
+    rows = source.rows() if callable(getattr(source, "rows", None)) else source
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
         raise TypeError(f"source must have rows(), as a run has, or be such rows; got {type(source).__name__}")
-    rows = list(given)
+    rows = list(rows)
     if not all(isinstance(row, Mapping) and {"layer", "head"} <= row.keys() for row in rows):
         raise TypeError("source must have rows that are dicts with layer and head")
     if not rows:

@@ -256,11 +256,11 @@ _OPERATOR = inspect.signature(selection_operator._init_fn)
 
 @selection_operator.register_fake
 def _(*arguments: Any) -> list[Tensor]:
-    given = _OPERATOR.bind(*arguments).arguments
-    query, key, block_size = given["query"], given["key"], given["block_size"]
+    by_name = _OPERATOR.bind(*arguments).arguments
+    query, key, block_size = by_name["query"], by_name["key"], by_name["block_size"]
     rows = (*query.shape[:2], num_blocks(query.shape[2], block_size))
     blocks = (*rows, num_blocks(key.shape[2], block_size))
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2
-    shapes.append((blocks if given["with_map"] else (0,), torch.bool))
-    made = [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-    return [*made, *empty(given["statistics"], query.new_empty(query.shape[:2]))]
+    shapes.append((blocks if by_name["with_map"] else (0,), torch.bool))
+    tensors = [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    return [*tensors, *empty(by_name["statistics"], query.new_empty(query.shape[:2]))]

@@ -71,10 +71,10 @@ class Method:
         check_block_size(block_size)
         unknown = [name for name in options if name not in self.defaults]
         if unknown:
-            known = ", ".join(self.defaults) or "of every mask only"
+            names = ", ".join(self.defaults) or "of every mask only"
             others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
             but_of = f", an option of {others}" if others else ""
-            raise UnknownOption(f"method {self.name!r} takes the options {known}; got {unknown[0]!r}{but_of}", unknown[0])
+            raise UnknownOption(f"method {self.name!r} takes the options {names}; got {unknown[0]!r}{but_of}", unknown[0])
         by_head = (*self.shares, *self.pairs)
         filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
         for name in self.shares:
@@ -119,8 +119,8 @@ class Selector:
         for name in self.method.shares:
             filled[name] = shares_by_head(name, filled[name], query)
         for name, make in self.method.pairs.items():
-            given = make(num_heads) if make is not None and filled[name] is None else filled[name]
-            filled[name] = pairs_by_head(name, given, num_heads)
+            pairs = make(num_heads) if make is not None and filled[name] is None else filled[name]
+            filled[name] = pairs_by_head(name, pairs, num_heads)
         return filled
 
     def for_inputs(self, inputs: AttentionInputs) -> CallSelector:

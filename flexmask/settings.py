@@ -81,21 +81,21 @@ class PrefillSettings:
             dense_layers = plain_numbers(dense_layers)
         if not isinstance(dense_layers, (tuple, list, set, frozenset, range)):
             raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(dense_layers).__name__}")
-        layers = {plain_number(index): given for index, given in layers.items()}
+        layers = {plain_number(index): of_layer for index, of_layer in layers.items()}
         dense_layers = tuple(map(plain_number, dense_layers))
         for name, indices in (("layers", layers), ("dense_layers", dense_layers)):
             for index in indices:
                 check_int(f"an index in {name}", index)
                 if index < 0:
                     raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
-        for index, given in layers.items():
-            if not isinstance(given, Mapping):
-                raise TypeError(f"layers[{index}] must be a dict of options; got {type(given).__name__}")
+        for index, of_layer in layers.items():
+            if not isinstance(of_layer, Mapping):
+                raise TypeError(f"layers[{index}] must be a dict of options; got {type(of_layer).__name__}")
         # copies, which the caller cannot change after the checks
         vars(self).update(
             method=method, options=_frozen(options), block_size=plain_number(block_size),
             dense_below=plain_number(dense_below), backend=backend, max_mask_bytes=plain_number(max_mask_bytes),
-            layers={index: _frozen(given) for index, given in layers.items()},
+            layers={index: _frozen(of_layer) for index, of_layer in layers.items()},
             dense_layers=tuple(sorted(set(dense_layers))),
         )  # fmt: skip
         _ = self.call_options
@@ -163,12 +163,12 @@ class PrefillSettings:
             _check_data(saved)
             if not isinstance(saved, dict):
                 raise TypeError(f"must be a JSON object of options; got {type(saved).__name__}")
-            given = dict(saved)
-            if not isinstance(given.get("method", ""), str):
-                raise TypeError(f"method must be a word; got {type(given['method']).__name__}")
-            if isinstance(given.get("layers"), dict):
-                given["layers"] = {_index(str(key)): options for key, options in given["layers"].items()}
-            return cls(**given)
+            keywords = dict(saved)
+            if not isinstance(keywords.get("method", ""), str):
+                raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
+            if isinstance(keywords.get("layers"), dict):
+                keywords["layers"] = {_index(str(key)): options for key, options in keywords["layers"].items()}
+            return cls(**keywords)
         except (TypeError, ValueError) as error:
             cause = error.with_names(*other_names) if isinstance(error, UnknownOption) else error
             raise ValueError(f"{source}: {cause}") from cause

@@ -15,7 +15,7 @@ from flexmask.base.inputs import HeadGroup
 from flexmask.base.selection import BlockLists, Choice
 
 
-def _kind(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
+def _statistic(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
     """A field's dtype, its value in a dense call, and its function of lists; None: the method's own."""
     return {"dtype": dtype, "dense": dense, "compute": compute}
 
@@ -57,15 +57,15 @@ class SelectionStats:
         True if the call ran dense attention instead of the selection.
     """
 
-    is_query_aware: Tensor = field(metadata=_kind(torch.bool, False))
-    js_distance: Tensor = field(metadata=_kind(torch.float32, math.nan))
-    density: Tensor = field(metadata=_kind(torch.float32, 1, density))
-    num_vertical_blocks: Tensor = field(metadata=_kind(torch.int64, 0))
-    num_slash_blocks: Tensor = field(metadata=_kind(torch.int64, 0))
-    coverage: Tensor = field(metadata=_kind(torch.float32, 1))
-    row_coverage: Tensor = field(metadata=_kind(torch.float32, math.nan))
-    least_row_coverage: Tensor = field(metadata=_kind(torch.float32, math.nan))
-    is_dense: Tensor = field(metadata=_kind(torch.bool, True))
+    is_query_aware: Tensor = field(metadata=_statistic(torch.bool, False))
+    js_distance: Tensor = field(metadata=_statistic(torch.float32, math.nan))
+    density: Tensor = field(metadata=_statistic(torch.float32, 1, density))
+    num_vertical_blocks: Tensor = field(metadata=_statistic(torch.int64, 0))
+    num_slash_blocks: Tensor = field(metadata=_statistic(torch.int64, 0))
+    coverage: Tensor = field(metadata=_statistic(torch.float32, 1))
+    row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
+    least_row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
+    is_dense: Tensor = field(metadata=_statistic(torch.bool, True))
     dense: bool = False
 
 
@@ -118,7 +118,7 @@ def stats_of(
 
 def dense_stats(query: Tensor) -> SelectionStats:
     heads = query.new_empty(query.shape[:2])
-    values = {name: torch.full_like(heads, kind["dense"], dtype=kind["dtype"]) for name, kind in _FIELDS.items()}
+    values = {name: torch.full_like(heads, statistic["dense"], dtype=statistic["dtype"]) for name, statistic in _FIELDS.items()}
     return SelectionStats(**values, dense=True)
 
 

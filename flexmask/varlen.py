@@ -203,8 +203,8 @@ def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int
 
 
 def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]]:
-    given = {"cu_seqlens_q": plain_numbers(cu_seqlens_q), "cu_seqlens_k": plain_numbers(cu_seqlens_k)}
-    for name, bounds in given.items():
+    by_name = {"cu_seqlens_q": plain_numbers(cu_seqlens_q), "cu_seqlens_k": plain_numbers(cu_seqlens_k)}
+    for name, bounds in by_name.items():
         if isinstance(bounds, Tensor):
             _check_bounds_tensor(name, bounds)
         elif not isinstance(bounds, (list, tuple)):
@@ -212,7 +212,7 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
         else:
             for number, bound in enumerate(bounds):
                 check_int(f"{name}[{number}]", bound)
-    rows, keys = given["cu_seqlens_q"], given["cu_seqlens_k"]
+    rows, keys = by_name["cu_seqlens_q"], by_name["cu_seqlens_k"]
     if cu_seqlens_q is cu_seqlens_k:
         keys = rows = _as_ints(rows)
     elif all(isinstance(x, Tensor) and x.device.type != "cpu" for x in (rows, keys)) and rows.device == keys.device:

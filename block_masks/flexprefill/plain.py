@@ -22,10 +22,10 @@ Budget = tuple[int, int | None]
 def estimated_attention(problem: BlockProblem, rows: RepresentativeRows, key_means: Tensor, key_counts: Tensor) -> Tensor:
     """Attention of the mean representative row to key means (the paper's a-bar), (batch, num_heads, num_kv_blocks)."""
     inputs = problem.inputs
-    taken = rows.taken.sum(-1).clamp(min=1)[:, None, None, None]
-    query_mean = take_rows(inputs.query, rows).float().sum(2, keepdim=True) / taken
+    number = rows.valid.sum(-1).clamp(min=1)[:, None, None, None]
+    query_mean = take_rows(inputs.query, rows).float().sum(2, keepdim=True) / number
     sees = blocks_seen_by_rows(rows.position, problem.tokens, problem.block_size, inputs.window)
-    sees = (sees & rows.taken.unsqueeze(-1)).any(-2)[:, None]
+    sees = (sees & rows.valid.unsqueeze(-1)).any(-2)[:, None]
     scores = pooled_scores(query_mean, key_means, key_counts, inputs.scale, inputs.softcap)
     return torch.where(sees, masked_softmax(scores.squeeze(2), sees), 0.0)
 

@@ -65,13 +65,13 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     """
     in_vertical, in_slash = candidate_lines(problem.seen).unsqueeze(2).unbind(0)
     rows, (of_key_block, of_diagonal) = last.rows, thresholds.unbind(0)
-    most = torch.where(rows.taken[:, None, :, None], last.mass.by_row, 0.0).amax(2)
+    most = torch.where(rows.valid[:, None, :, None], last.mass.by_row, 0.0).amax(2)
     vertical = ~(most < of_key_block.float().unsqueeze(-1)) & in_vertical
 
     own_block = rows.position // problem.block_size
     far = own_block.unsqueeze(-1) - torch.arange(most.shape[-1], device=most.device) >= near
-    held = vertical.unsqueeze(2) & far[:, None]
-    rest = (torch.where(held, 0.0, sums) for sums in row_mass(last.attention, rows, problem.block_size))
+    left_out = vertical.unsqueeze(2) & far[:, None]
+    rest = (torch.where(left_out, 0.0, sums) for sums in row_mass(last.attention, rows, problem.block_size))
     left = line_mass(RowMass(*rest), rows, problem.block_size).slash
     slash = ~(left < of_diagonal.float().unsqueeze(-1)) & in_slash
     return Lines(torch.stack([vertical, slash]))
@@ -96,9 +96,9 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     mean, square = (torch.zeros(shape, dtype=torch.float32, device=query.device) for _ in range(2))
     # one row of every block at a time: scores take no more memory than the result
     for slot in range(0, block_size, row_stride):
-        taken = valid[..., slot]
-        rows = query[:, :, :, slot].float().masked_fill(~taken[:, None, :, None], 0)
-        sees = (blocks_seen_by_rows(first_row + slot, tokens, block_size, inputs.window) & taken.unsqueeze(-1))[:, None]
+        is_valid = valid[..., slot]
+        rows = query[:, :, :, slot].float().masked_fill(~is_valid[:, None, :, None], 0)
+        sees = (blocks_seen_by_rows(first_row + slot, tokens, block_size, inputs.window) & is_valid.unsqueeze(-1))[:, None]
         scores = pooled_scores(rows, key_means, key_counts, inputs.scale, inputs.softcap)
         share = torch.where(sees, masked_softmax(scores, sees), 0.0)
         mean = mean + share
@@ -128,16 +128,16 @@ def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_co
     before = torch.where(chosen, share, 0.0).sum(-1, keepdim=True)
     for halving in range(1, HALVINGS + 1):
         more = ~(share < (thresholds * 2.0**-halving).float())
-        held = torch.where(more, share, 0.0).sum(-1, keepdim=True)
+        after = torch.where(more, share, 0.0).sum(-1, keepdim=True)
         last = more & ~chosen & problem.visible
         number = last.sum(-1, keepdim=True)
-        added = torch.where(held > before, held - before, 1.0)
+        added = torch.where(after > before, after - before, 1.0)
         wanted = (number * ((needed - before) / added) - SLACK).ceil()
         # key blocks ascend: of equal ones the nearest are the last
         nearest = last & (last.cumsum(-1, dtype=torch.int32) > number - wanted)
         is_low = before < needed
-        chosen = torch.where(is_low, torch.where(held < needed, more, chosen | nearest), chosen)
-        before = torch.where(is_low, held, before)
+        chosen = torch.where(is_low, torch.where(after < needed, more, chosen | nearest), chosen)
+        before = torch.where(is_low, after, before)
     return chosen | ((before < needed) & problem.visible)
 
 
@@ -147,11 +147,11 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
     return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
 
 
-def mean_and_least(problem: BlockProblem, held: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_least(problem: BlockProblem, in_kept: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and least over the query blocks of `has_rows`; 0 in a batch row without rows, NaN if none is sampled."""
     number = has_rows.sum(-1)
-    mean = torch.where(has_rows, held, 0.0).sum(-1) / number
+    mean = torch.where(has_rows, in_kept, 0.0).sum(-1) / number
     # amin keeps NaN
-    least = torch.where(number > 0, torch.where(has_rows, held, math.inf).amin(-1), math.nan)
+    least = torch.where(number > 0, torch.where(has_rows, in_kept, math.inf).amin(-1), math.nan)
     is_absent = ~problem.tokens.row_valid.any(-1, keepdim=True)
     return torch.where(is_absent, 0.0, mean), torch.where(is_absent, 0.0, least)

@@ -67,7 +67,7 @@ def _evidence_kernel(
     squares,  # map, float32, written unless MEASURE: sums over sampled rows, in blocks that one of a program's rows may see
     number,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
     keep,  # bool, read if MEASURE
-    held,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
+    in_kept,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_kv_heads, q_len, kv_len, num_q_blocks,
     num_kv_blocks, max_distance, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr, PER_KEY: tl.constexpr,
@@ -112,7 +112,7 @@ def _evidence_kernel(
     m_map_row = (o_q < num_q_blocks) & (o_head < PER_KEY)
     b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
     b_end = tl.where(m_map_row, tl.load(p_q_edges + o_q, mask=m_map_row, other=0) // BLOCK_SIZE + 1, 0)
-    o_held = (key_head * PER_KEY + o_head) * num_q_blocks + o_q
+    o_out = (key_head * PER_KEY + o_head) * num_q_blocks + o_q
     first_row = tl.load(p_q_edges + num_q_blocks + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
@@ -157,16 +157,16 @@ def _evidence_kernel(
             b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
             b_by_map_row = tl.sum(tl.reshape(b_p, (MAP_ROWS, ROWS, COLUMNS)), 1)
             m_kv = (o_kv[None, :] < b_end[:, None]) & m_map_row[:, None]
-            o_map = o_held[:, None] * num_kv_blocks + o_kv[None, :]
+            o_map = o_out[:, None] * num_kv_blocks + o_kv[None, :]
             if MEASURE:
                 b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_map_row, 0.0), 1)
             else:
                 tl.store(squares + o_map, b_by_map_row, mask=m_kv)
     if MEASURE:
         b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), -1.0)
-        tl.store(held + o_held, b_mean, mask=m_map_row)
+        tl.store(in_kept + o_out, b_mean, mask=m_map_row)
     else:
-        tl.store(number + o_held, b_number, mask=m_map_row)
+        tl.store(number + o_out, b_number, mask=m_map_row)
 
 
 class SplitMeans(NamedTuple):
@@ -192,9 +192,9 @@ def squares_of_shares(problem: BlockProblem, split: SplitMeans) -> tuple[Tensor,
 
 def row_coverage(problem: BlockProblem, split: SplitMeans, keep: Tensor) -> tuple[Tensor, Tensor]:
     """As `flexmask.block_masks.hybrid.plain.row_coverage`."""
-    held = split.means.new_empty(keep.shape[:3], dtype=torch.float32)
-    _launch(problem, split, keep=keep, held=held)
-    return mean_and_least(problem, held, held != -1)
+    in_kept = split.means.new_empty(keep.shape[:3], dtype=torch.float32)
+    _launch(problem, split, keep=keep, in_kept=in_kept)
+    return mean_and_least(problem, in_kept, in_kept != -1)
 
 
 def _launch(problem: BlockProblem, split: SplitMeans, **tensors: Tensor) -> None:
@@ -217,13 +217,13 @@ def _launch(problem: BlockProblem, split: SplitMeans, **tensors: Tensor) -> None
     any_tensor = edges.q_edges  # for arguments that a variant does not read
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(per_key, heads))](
         query, means, any_tensor if mask is None else mask, edges.q_edges, edges.kv_edges,
-        *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "held")),
+        *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "in_kept")),
         *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
         inputs.scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=split.row_stride, PER_KEY=per_key,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,
         HAS_SOFTCAP=softcap is not None, HALVES=halves,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
-        HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="held" in tensors,
+        HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="in_kept" in tensors,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip

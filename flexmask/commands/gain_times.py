@@ -78,15 +78,15 @@ def seconds_in_turns(calls: Sequence[Callable[[], Any]], device: torch.device, w
     """For each call its seconds in `ROUNDS` rounds; every round runs each call once."""
     for call in calls if warm_up else ():
         call()
-    taken = np.zeros((len(calls), ROUNDS))
+    seconds = np.zeros((len(calls), ROUNDS))
     for at in range(ROUNDS):
         for number, call in enumerate(calls):
             wait(device)
             start = time.perf_counter()
             call()
             wait(device)
-            taken[number, at] = time.perf_counter() - start
-    return list(taken)
+            seconds[number, at] = time.perf_counter() - start
+    return list(seconds)
 
 
 @torch.no_grad()

@@ -176,8 +176,8 @@ def block_mask_from_lists(
 ) -> BlockMask:
     """A BlockMask from `BlockLists`; `with_gradients` also with lists by key block, twice the memory (before 2.9 always)."""
     optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
-    known = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **known)
+    keywords = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **keywords)
 
 
 def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:

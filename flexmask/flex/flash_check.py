@@ -144,9 +144,9 @@ def flash_verdict(
         return _found[key]
 
 
-def _known(kind: str, index: int | None, *call: object) -> str:
+def _outcome(device_type: str, index: int | None, *call: object) -> str:
     """A verdict as text, which is a constant to torch.compile; empty if there is none."""
-    key = (kind, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
+    key = (device_type, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
     verdict = _found.get(key)
     if verdict is None:
         _say_missed(key)
@@ -154,7 +154,7 @@ def _known(kind: str, index: int | None, *call: object) -> str:
     return f"{verdict.reason}\n{verdict.lse_reason}\n{verdict.lse_factor!r}"
 
 
-_recall = torch.compiler.assume_constant_result(_known)
+_recall = torch.compiler.assume_constant_result(_outcome)
 
 
 def _say_missed(key: _Key) -> None:

@@ -50,31 +50,31 @@ class Kernel:
             self.jit[grid](*arguments, **constants)
             return
         tensors, specialized, numbers, constant = self._positions or self._sort(arguments)
-        device, given = arguments[0].get_device(), list(arguments)
+        device, passed = arguments[0].get_device(), list(arguments)
         for i in tensors:
-            given[i] = arguments[i].data_ptr()
+            passed[i] = arguments[i].data_ptr()
         values = tuple(constants.values())
-        kind = (
+        key = (
             device,
             *[arguments[i].dtype for i in tensors],
-            _alignment([given[i] for i in tensors]),
-            _kinds([given[i] for i in specialized]),
-            *[given[i] < 2**31 for i in numbers],
-            *[given[i] for i in constant],
+            _alignment([passed[i] for i in tensors]),
+            _divisibility([passed[i] for i in specialized]),
+            *[passed[i] < 2**31 for i in numbers],
+            *[passed[i] for i in constant],
             values,
         )
-        compiled = self._compiled.get(kind)
-        rest = len(self._names) - len(given)
+        compiled = self._compiled.get(key)
+        rest = len(self._names) - len(passed)
         if compiled is None:
-            if tuple(constants)[:rest] != self._names[len(given) :]:
-                raise TypeError(f"{self.jit.__name__} takes its constants in the order {self._names[len(given) :]}")
+            if tuple(constants)[:rest] != self._names[len(passed) :]:
+                raise TypeError(f"{self.jit.__name__} takes its constants in the order {self._names[len(passed) :]}")
             kernel = self.jit[grid](*arguments, **constants)
-            self._compiled[kind] = kernel.run, kernel.function, kernel.packed_metadata
+            self._compiled[key] = kernel.run, kernel.function, kernel.packed_metadata
             return
         run, function, metadata = compiled
         stream = driver.active.get_current_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, stream, function, metadata, None, None, None, *given, *values[:rest])
+        run(x, y, z, stream, function, metadata, None, None, None, *passed, *values[:rest])
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
         """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
@@ -97,7 +97,7 @@ def _alignment(addresses: list[int]) -> Hashable:
     return functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
 
 
-def _kinds(numbers: list[int]) -> Hashable:
+def _divisibility(numbers: list[int]) -> Hashable:
     """The properties that Triton specializes integers on; True if 16 divides all, and all take 32 bits."""
     bits = functools.reduce(operator.or_, numbers, 0)
     return (bits % 16 == 0 and bits < 2**31) or tuple([(n < 2**31, n % 16 == 0, n == 1) for n in numbers])

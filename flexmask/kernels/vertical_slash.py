@@ -76,7 +76,7 @@ def key_block_shares(sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SI
 @triton.jit
 def diagonal_sums(
     sums,
-    held,  # (batch, num_heads, num_kv_blocks) int8: key blocks that do not count, read if LEAVES_OUT
+    left_out,  # (batch, num_heads, num_kv_blocks) int8: key blocks that do not count, read if LEAVES_OUT
     b_base, b_factor, b_own, head,
     o_diagonal,  # (TILE, 1)
     near,  # a row's nearest key blocks, which always count
@@ -91,7 +91,7 @@ def diagonal_sums(
         m_sums = (o_kv >= 0) & (o_kv < num_kv_blocks) & (o_slot < BLOCK_SIZE)
         if LEAVES_OUT:
             m_left_out = m_sums & (o_diagonal - shift >= near)
-            m_sums = m_sums & (tl.load(held + head * num_kv_blocks + o_kv, mask=m_left_out, other=0) == 0)
+            m_sums = m_sums & (tl.load(left_out + head * num_kv_blocks + o_kv, mask=m_left_out, other=0) == 0)
         p_sums = sums + ((head * num_kv_blocks + o_kv) * BLOCK_SIZE + o_slot) * 4
         b_weight = tl.exp2(tl.load(p_sums, mask=m_sums, other=float("-inf")) - b_base) * b_factor
         if shift == 0:
@@ -168,5 +168,5 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     # in place: each map is as large as a quarter of the sums
     by_row = sums.blocks[..., 0] - norms[..., 0].unsqueeze(-2)
     by_row.exp2_().mul_(sums.blocks[..., 1]).mul_(norms[..., 1].unsqueeze(-2))
-    held = by_row.mT.masked_fill_(keep.gather(2, q_block).logical_not_(), 0.0).sum((-2, -1))
-    return held / (rows >= 0).sum(-1).clamp(min=1)[:, None]
+    in_kept = by_row.mT.masked_fill_(keep.gather(2, q_block).logical_not_(), 0.0).sum((-2, -1))
+    return in_kept / (rows >= 0).sum(-1).clamp(min=1)[:, None]

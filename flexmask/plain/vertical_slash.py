@@ -26,8 +26,8 @@ from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whol
 class RepresentativeRows(NamedTuple):
     """Up to block_size query rows; batch is 1 where all batch rows agree."""
 
-    row: Tensor  # (batch or 1, block_size) int64; 0 where not taken
-    taken: Tensor  # (batch or 1, block_size) bool; False past the number of valid rows
+    row: Tensor  # (batch or 1, block_size) int64; 0 where not valid
+    valid: Tensor  # (batch or 1, block_size) bool; False past the number of valid rows
     position: Tensor  # (batch or 1, block_size) int64
 
 
@@ -41,9 +41,9 @@ def representative_rows(which: str, tokens: Tokens, block_size: int) -> Represen
     if which == "middle":
         first = first // 2
     ordinal = first.unsqueeze(-1) + slot
-    taken = ordinal < num_valid.unsqueeze(-1)
-    row = torch.where(taken, ordinal if rank is None else torch.searchsorted(rank, ordinal + 1), 0)
-    return RepresentativeRows(row, taken, tokens.offset.unsqueeze(-1) + row)
+    valid = ordinal < num_valid.unsqueeze(-1)
+    row = torch.where(valid, ordinal if rank is None else torch.searchsorted(rank, ordinal + 1), 0)
+    return RepresentativeRows(row, valid, tokens.offset.unsqueeze(-1) + row)
 
 
 class RowMass(NamedTuple):
@@ -55,7 +55,7 @@ class RowMass(NamedTuple):
 
 
 class LineMass(NamedTuple):
-    """The representative attention, pooled; V and S are means over the rows taken."""
+    """The representative attention, pooled; V and S are means over the valid rows."""
 
     vertical: Tensor  # V, (batch, num_heads, num_kv_blocks) float32
     slash: Tensor  # S, the same shape
@@ -63,13 +63,13 @@ class LineMass(NamedTuple):
 
 
 def row_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> RowMass:
-    """Sums of the representative attention by row and key block; rows not taken are 0."""
+    """Sums of the representative attention by row and key block; invalid rows are 0."""
     attention = whole_blocks(attention, 3, block_size)
     row_phase = (rows.position % block_size).unsqueeze(-1)
     # a quotient of integers has the default dtype
     lead = (row_phase - torch.arange(block_size, device=attention.device)).float() / block_size
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
-    weights = torch.where(rows.taken[..., None, None], weights, 0.0)
+    weights = torch.where(rows.valid[..., None, None], weights, 0.0)
     return RowMass(*(attention @ weights[:, None]).unbind(-1))
 
 
@@ -78,8 +78,8 @@ def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineM
     own_block = rows.position // block_size
     slash = _by_diagonal(sums.block - sums.after - sums.before, own_block)
     slash = slash + _by_diagonal(sums.after, own_block + 1) + _by_diagonal(sums.before, own_block - 1)
-    taken = rows.taken.sum(-1).clamp(min=1)[:, None, None]
-    return LineMass(sums.block.sum(2) / taken, slash / taken, sums.block)
+    number = rows.valid.sum(-1).clamp(min=1)[:, None, None]
+    return LineMass(sums.block.sum(2) / number, slash / number, sums.block)
 
 
 def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
@@ -118,15 +118,15 @@ def blocks_kept_always(problem: BlockProblem) -> Tensor:
 
 
 def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
-    """The representative rows of query, (batch, num_heads, block_size, head_dim); zero where not taken."""
+    """The representative rows of query, (batch, num_heads, block_size, head_dim); zero where not valid."""
     batch, num_heads, _, head_dim = query.shape
     index = rows.row[:, None, :, None].expand(batch, num_heads, -1, head_dim)
-    return query.gather(2, index).masked_fill(~rows.taken[:, None, :, None], 0)
+    return query.gather(2, index).masked_fill(~rows.valid[:, None, :, None], 0)
 
 
 def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, tokens: Tokens) -> Tensor:
-    """Softmax attention of the representative rows, (batch, num_heads, block_size, kv_len) float32; arbitrary where not taken."""
-    visible = visible_keys(rows.position, rows.taken, tokens, inputs.window)
+    """Softmax attention of the representative rows, (batch, num_heads, block_size, kv_len) float32; arbitrary where not valid."""
+    visible = visible_keys(rows.position, rows.valid, tokens, inputs.window)
     query = take_rows(inputs.query, rows).float() * inputs.scale
     return masked_softmax(capped(grouped_scores(query, inputs.key), inputs.softcap), visible[:, None])
 
@@ -148,8 +148,8 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     """True attention of the representative rows that the kept blocks of their query blocks hold, (batch, num_heads) float32."""
     rows = mass.rows
     q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
-    held = torch.where(keep.gather(2, q_block), mass.mass.by_row, 0.0).sum((-2, -1))
-    return held / rows.taken.sum(-1).clamp(min=1)[:, None]
+    in_kept = torch.where(keep.gather(2, q_block), mass.mass.by_row, 0.0).sum((-2, -1))
+    return in_kept / rows.valid.sum(-1).clamp(min=1)[:, None]
 
 
 class Blocks(NamedTuple):
@@ -174,7 +174,7 @@ def kept_blocks(
     if last is not None:
         # (batch or 1, 1, num_q_blocks, 1): query blocks with rows of `last`
         q_block = torch.arange(keep.shape[2], device=keep.device)
-        stands = ((last.rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & last.rows.taken.unsqueeze(1)
+        stands = ((last.rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & last.rows.valid.unsqueeze(1)
         holds = stands.any(-1)[:, None, :, None]
         always = always | problem.diagonals(torch.where(holds, nearest[1], nearest[0]))
         if blocks is not None and blocks.lines is not None:

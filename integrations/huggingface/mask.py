@@ -194,9 +194,9 @@ def prefill_mask(
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key
     offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
-    known, window, ids = window_of(mask_function, local_size)
-    if not known or (ids is not None and is_traced()):
-        return PrefillMask(shape, offset, refusal=_COMPILED if known else _REFUSAL, config=config)
+    is_known, window, ids = window_of(mask_function, local_size)
+    if not is_known or (ids is not None and is_traced()):
+        return PrefillMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
     if ids is not None:
         # without a cache and without padding
         return PrefillMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)
@@ -218,5 +218,5 @@ def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Ten
     if attention_mask is None or (is_readable(attention_mask) and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset
-    known = position < attention_mask.shape[1]
-    return (attention_mask[:, position.clamp(max=attention_mask.shape[1] - 1)] != 0) & known
+    is_token = position < attention_mask.shape[1]
+    return (attention_mask[:, position.clamp(max=attention_mask.shape[1] - 1)] != 0) & is_token

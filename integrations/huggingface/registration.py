@@ -68,25 +68,26 @@ def register(
     check_word("name", name, (NAME, "flex_attention"))
     set_process_settings(named_settings(method, settings, **options))
     for entry in {NAME, name}:
-        known = AttentionMaskInterface().get(entry)
+        registered = AttentionMaskInterface().get(entry)
         # before attention, which would get no masks without
-        if known is None or home(known).startswith("transformers."):
+        if registered is None or home(registered).startswith("transformers."):
             AttentionMaskInterface.register(entry, mask_entry)
         _register(entry)
 
 
 def _register(name: str) -> None:
     """Register attention inside the wrappers that other libraries put around the name."""
-    known: Any = AttentionInterface().get(name)
-    ours = attention_in(known)
-    if known is None:
+    current: Any = AttentionInterface().get(name)
+    ours = attention_in(current)
+    if current is None:
         AttentionInterface.register(name, attention_entry)
     elif ours is None:
         _warn(
-            known, f"stands for {name!r} in transformers and shows no attention function inside; options of register do not run"
+            current,
+            f"stands for {name!r} in transformers and shows no attention function inside; options of register do not run",
         )
     elif ours is not attention_entry:  # transformers'
-        AttentionInterface.register(name, around(known, attention_entry) or attention_entry)
+        AttentionInterface.register(name, around(current, attention_entry) or attention_entry)
     # the object in which models look up names, and where other libraries put wrappers
     local = ALL_ATTENTION_FUNCTIONS[name]
     if attention_in(local) not in (None, attention_entry):

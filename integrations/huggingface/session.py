@@ -49,8 +49,8 @@ class Session:
     @classmethod
     def of(cls, model: nn.Module) -> Session:
         """The session of a model and its parts; ValueError if several parts have scopes open."""
-        known = {id(session): session for module in model.modules() if (session := cls.on(module)) is not None}
-        used = [session for session in known.values() if session.scopes] or list(known.values())
+        sessions = {id(session): session for module in model.modules() if (session := cls.on(module)) is not None}
+        used = [session for session in sessions.values() if session.scopes] or list(sessions.values())
         if len(used) > 1 and used[0].scopes:
             raise ValueError("model must have no blocks open on several of its parts; close them first")
         session = used[0] if used else cls()

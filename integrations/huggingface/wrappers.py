@@ -29,8 +29,8 @@ def home(function: Any) -> str:
     """The name of the module that defines a function, or the class of an object. functools.wraps changes ``__module__`` only."""
     while isinstance(function, functools.partial):
         function = function.func
-    known = getattr(function, "__globals__", None)
-    return str(type(function).__module__ if known is None else known.get("__name__"))
+    variables = getattr(function, "__globals__", None)
+    return str(type(function).__module__ if variables is None else variables.get("__name__"))
 
 
 def attention_in(entry: Any) -> Function | None:
@@ -97,8 +97,8 @@ def _parts(wrapper: Any) -> Iterator[Held]:
     if isinstance(wrapper, types.FunctionType):
         yield _contents(wrapper), functools.partial(_with_contents, wrapper)
         if not _assigns_globals(wrapper.__code__):
-            known = {name: wrapper.__globals__.get(name) for name in wrapper.__code__.co_names}
-            called = {name: value for name, value in known.items() if _takes_calls(value)}
+            variables = {name: wrapper.__globals__.get(name) for name in wrapper.__code__.co_names}
+            called = {name: value for name, value in variables.items() if _takes_calls(value)}
             yield called, functools.partial(_with_globals, wrapper)
     elif isinstance(wrapper, functools.partial):
         yield {"": wrapper.func}, lambda new: functools.partial(new[""], *wrapper.args, **wrapper.keywords)
@@ -150,10 +150,10 @@ def _with_globals(function: types.FunctionType, new: dict[str, Any]) -> Function
     return call
 
 
-def _function(function: types.FunctionType, known: dict[str, Any], closure: Any) -> Function:
-    made = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+def _function(function: types.FunctionType, variables: dict[str, Any], closure: Any) -> Function:
+    copy = types.FunctionType(function.__code__, variables, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -170,6 +170,6 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 
 def _object(owner: Any, members: dict[str, Any]) -> Any:
     """An object with the state of `owner` and other members of its class."""
-    made: Any = object.__new__(type(type(owner).__name__, (type(owner),), members))
-    object.__setattr__(made, "__dict__", _attributes(owner))
-    return made
+    copy: Any = object.__new__(type(type(owner).__name__, (type(owner),), members))
+    object.__setattr__(copy, "__dict__", _attributes(owner))
+    return copy

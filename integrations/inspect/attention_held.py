@@ -83,17 +83,17 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
         query, key = inputs.query[0], inputs.key[0].float()
         num_heads, q_len, _ = query.shape
         tokens = token_validity(q_len, key.shape[1], inputs.offset, inputs.attention_mask, inputs.key)
-        taken = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
-        hidden = ~visible_keys(tokens.offset[0] + taken, tokens.row_valid[0, taken], tokens, inputs.window)[0]
-        per_key, held = num_heads // key.shape[0], []
+        sampled = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
+        hidden = ~visible_keys(tokens.offset[0] + sampled, tokens.row_valid[0, sampled], tokens, inputs.window)[0]
+        per_key, shares = num_heads // key.shape[0], []
         for head in range(num_heads):
-            scores = capped(query[head, taken].float() @ key[head // per_key].mT * inputs.scale, inputs.softcap)
+            scores = capped(query[head, sampled].float() @ key[head // per_key].mT * inputs.scale, inputs.softcap)
             weights = _softmax(scores.masked_fill_(hidden, -torch.inf), None)
             by_block = in_blocks(weights, block_size, 0.0).sum(-1)
-            share = (by_block * keep[0, head, taken // block_size]).sum(-1)
-            valid = tokens.row_valid[0, taken]
-            held.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
-        return torch.stack(held).cpu()
+            share = (by_block * keep[0, head, sampled // block_size]).sum(-1)
+            valid = tokens.row_valid[0, sampled]
+            shares.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
+        return torch.stack(shares).cpu()
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

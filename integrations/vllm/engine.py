@@ -97,10 +97,10 @@ class VLLMEngine(Engine):
         served = [layer.attn_backend for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
         rows = []
         for builder in {backend.get_builder_cls() for backend in served if backend.is_mla()}:
-            made = builder.__new__(builder)
-            made.vllm_config = self._vllm_config
-            made._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
-            rows.append(int(made.reorder_batch_threshold))
+            bare = builder.__new__(builder)
+            bare.vllm_config = self._vllm_config
+            bare._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
+            rows.append(int(bare.reorder_batch_threshold))
         return rows
 
     def _settle_all(self) -> str:

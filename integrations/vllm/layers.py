@@ -54,8 +54,8 @@ def role_of(
 
 def _reason_by_arguments(given: Mapping[str, Any], defaults: Mapping[str, Any], dtype: torch.dtype) -> str | None:
     is_latent = "kv_lora_rank" in given
-    known = _KNOWN | _LATENT if is_latent else _KNOWN
-    unknown = [name for name, value in given.items() if name not in known and not _same(value, defaults.get(name))]
+    served = _KNOWN | _LATENT if is_latent else _KNOWN
+    unknown = [name for name, value in given.items() if name not in served and not _same(value, defaults.get(name))]
     cache, caches = given.get("kv_cache_dtype") or "auto", () if is_latent else FP8_CACHES
     if getattr(given.get("attn_type"), "value", given.get("attn_type")) not in (None, "decoder"):
         return f"attention of type {given['attn_type']}"

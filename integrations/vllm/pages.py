@@ -33,19 +33,19 @@ class PageTable:
 
     def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
         """Page of every token, and the token's offset in it, (tokens,) int64 each."""
-        made = self._pages_and_offsets.get(page_size)
-        if made is None:
+        pair = self._pages_and_offsets.get(page_size)
+        if pair is None:
             token = torch.arange(self.first, self.stop, device=self._pages.device)
-            made = self._pages_and_offsets[page_size] = self._pages[token // page_size].long(), token % page_size
-        return made
+            pair = self._pages_and_offsets[page_size] = self._pages[token // page_size].long(), token % page_size
+        return pair
 
     def slots(self, page_size: int) -> Tensor:
         """Slot of every token among those of all pages, (tokens,) int64."""
-        made = self._slots.get(page_size)
-        if made is None:
+        slots = self._slots.get(page_size)
+        if slots is None:
             page, offset = self.pages_and_offsets(page_size)
-            made = self._slots[page_size] = page * page_size + offset
-        return made
+            slots = self._slots[page_size] = page * page_size + offset
+        return slots
 
     def pages(self, page_size: int) -> Tensor:
         """The pages that the tokens fill, (pages,) int64."""
@@ -147,9 +147,9 @@ def gathered_on_cpu(cache: Tensor, page_table: PageTable, head_dim: int, orders:
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous."""
     page_size = cache.shape[2]
     pages, first = page_table.pages(page_size), page_table.first % page_size
-    made = []
+    both = []
     for half, order in zip(halves(cache), orders, strict=True):
         # (pages, heads, elements in order) -> (heads, tokens, head_dim)
         rows = half[pages][:, :, order].unflatten(-1, (page_size, head_dim)).transpose(0, 1)
-        made.append(rows.flatten(1, 2)[:, first : first + page_table.stop - page_table.first].contiguous())
-    return made[0], made[1]
+        both.append(rows.flatten(1, 2)[:, first : first + page_table.stop - page_table.first].contiguous())
+    return both[0], both[1]

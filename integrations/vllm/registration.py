@@ -104,15 +104,15 @@ def tell_requests(vllm_config: Any) -> None:
         raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
 
     def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-        made = stock(runner, scheduler_output, *arguments, **options)
+        batch = stock(runner, scheduler_output, *arguments, **options)
         engine = made_engine(runner.vllm_config)
         if engine is not None:
             requests = scheduler_output.scheduled_new_reqs
             new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
             if name == "prepare_inputs":
-                engine.choose(new, made.req_ids, runner.req_states.req_id_to_index)
+                engine.choose(new, batch.req_ids, runner.req_states.req_id_to_index)
             else:
                 engine.choose(new, runner.input_batch.req_ids, runner.requests)
-        return made
+        return batch
 
     wrap_once(runner, name, prepare)
