@@ -39,8 +39,7 @@ def _few_chunks(monkeypatch):
 @pytest.fixture
 def _poisoned():
     """Uninitialized memory holds NaN, the largest number or True."""
-    switch = functools.partial(torch.use_deterministic_algorithms, warn_only=True)
-    with set_to(True, torch.are_deterministic_algorithms_enabled, switch):
+    with set_to(1, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode):
         assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(100).isnan().all()
         yield
 
