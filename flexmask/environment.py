@@ -110,7 +110,8 @@ def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 
 def flash_can_run(device: torch.device | str) -> bool:
     """True if FLASH is installed and has a kernel for `device`."""
-    return flash_available() and flash_runs_on(torch.zeros((), device=device).device)  # with its index
+    # a tensor's device has its index
+    return flash_available() and flash_runs_on(torch.zeros((), device=device).device)
 
 
 def flash_features(device: torch.device | str) -> list[FlashReport]:

@@ -96,19 +96,6 @@ def run_plain(
     return _selection(selector, result, with_map, statistics)
 
 
-def selection_of_map(
-    selector: Selector, inputs: SparseInputs, keep: Tensor, with_map: bool, statistics: tuple[str, ...]
-) -> Selection:
-    """The selection of a map of kept blocks, which `selector` chose in slices of rows."""
-    variant, tensors = ("map", (), statistics), {"keep": keep}
-    result = run_compiled(plain_result, variant, inputs, selector.block_size, _as_chosen, {}, tensors, statistics, None)
-    return _selection(selector, result, with_map, statistics)
-
-
-def _as_chosen(problem: BlockProblem, keep: Tensor) -> Tensor:
-    return keep
-
-
 def _in_slices(
     selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], rows: int, with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
@@ -122,7 +109,10 @@ def _in_slices(
         keep = run_plain(selector, part, tensors, True, (), first + q_len).keep
         assert keep is not None
         maps.append(keep)
-    return selection_of_map(selector, inputs, torch.cat(maps, 2), with_map, statistics)
+    # lists and statistics of the whole map
+    variant, kept = ("map", (), statistics), {"kept": torch.cat(maps, 2)}
+    result = run_compiled(plain_result, variant, inputs, selector.block_size, from_map, {}, kept, statistics, None)
+    return _selection(selector, result, with_map, statistics)
 
 
 def _selection(selector: Selector, result: MethodResult, with_map: bool, statistics: tuple[str, ...]) -> Selection:
@@ -199,7 +189,7 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
 def _as_one_operator(
     selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
-    """A selection by kernels as an operator: in one graph with flex_attention they gave wrong results (torch 2.11)."""
+    """A selection by kernels as an operator, apart from the graph of flex_attention (docs/design.md)."""
     fixed = {name: value for name, value in selector.options.items() if name not in tensors and value is not None}
     words = {name: value for name, value in fixed.items() if isinstance(value, str)}
     # floats that stayed numbers are 0

@@ -132,9 +132,8 @@ def hybrid_mask(
         Rows: every row_stride-th of a query block is scored. A divisor of block_size, at least a 32nd of it. Default 8 (ours: 1
         keeps 4% fewer blocks at equal error, for eight times the scores).
     min_coverage
-        Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours): at gamma 0.9 it adds 2% to 3%
-        to the blocks of SmolLM2 (YaRN factor 8) at 16k tokens, 0.5% at 64k, and keeps half of heads that attend evenly. 0
-        computes nothing.
+        Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours; `docs/design.md` has what it
+        adds to the blocks of models): heads that attend evenly keep half. 0 computes nothing.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask.base.checks import DTYPES, check_inputs, plain_number
 
-# at import: dynamo cannot trace it
+# found at import, as dynamo cannot trace the question
 _DEVICES = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
 )

@@ -62,7 +62,7 @@ def _lists_kernel(
     if HAS_LAST_ROWS:
         near_start = tl.minimum(first_row_block - nearest + 1, end)
         p_last_rows = last_rows + batch * (1 + BLOCK_SIZE) + 1
-        # rows ascend
+        # the first is the least: rows ascend
         if (q_block + 1) * BLOCK_SIZE > tl.load(p_last_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
             b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - q_block * BLOCK_SIZE

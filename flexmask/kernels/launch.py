@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-# numbers that follow the lengths; strides of query and key are compiled in by their divisibility, which wide loads need
+# whole numbers on which no kernel is specialized: all but strides, whose divisibility wide loads need
 _NUMBERS = (
     "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "blocks", "length", "max_distance",
     "gamma_bits", "near", "nearest", "nearest_of_last", "cap", "floor", "digit_pass",
@@ -27,7 +27,7 @@ _COMPILED_TAKE_ALL = tuple(int(part) for part in triton.__version__.split(".")[:
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants)``: every argument, constants by name.
 
-    Triton analyses the arguments of each launch (23 us of 39 us on an H100's host, 3.6). Here a launch is known by what Triton
+    Triton analyses the arguments of each launch, longer than all the rest takes. Here a launch is known by what Triton
     specializes on: dtypes and alignments of tensors, constants, and of other numbers whether 16 divides them, 1 and size. What
     is known goes to the compiled launcher with addresses for tensors; profilers' hooks take Triton's way.
     """

@@ -1,6 +1,7 @@
 """Methods by Triton kernels against the oracle, in the interpreter."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ pytest.importorskip("triton")
 from flexmask import kernels
 from flexmask.block_masks import flexprefill, hybrid
 from flexmask.block_masks.flexprefill import map_top_p_kernels
+from flexmask.kernels import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
 
@@ -218,6 +220,27 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
     monkeypatch.setattr(steps, fault, wrong)
     with pytest.raises(AssertionError, match="blocks differ"):
         assert_same_blocks(search(case), expected)
+
+
+@pytest.mark.parametrize("maps", [(16, 16), (0, 16), (0, 0), "per_query", "hybrid"], ids=str)
+def test_kernels_are_specialized_on_strides_only(monkeypatch, maps):
+    """Of another number that is not in `_NUMBERS`, 1 and multiples of 16 compile a kernel again."""
+    specialized, run = set(), launch.Kernel._launch
+
+    def noted(self, grid, *arguments, **constants):
+        for parameter, value in zip(inspect.signature(self.jit.fn).parameters.values(), arguments, strict=False):
+            if type(value) is int and "constexpr" not in str(parameter.annotation) and parameter.name not in launch._NUMBERS:
+                specialized.add(parameter.name)
+        run(self, grid, *arguments, **constants)
+
+    monkeypatch.setattr(launch.Kernel, "_launch", noted)
+    options = {"per_query": {"query_aware": "per_query"}, "hybrid": {"method": "hybrid"}}.get(maps, {})
+    if not options:
+        for name, most in zip(("SMALL_MAP", "MEDIUM_MAP"), maps, strict=True):
+            monkeypatch.setattr(map_top_p_kernels, name, most)
+    search(call(q_len=64, tau=1.0, heads=(2, 1), **options).case)
+    # chunks are often one, which is then a constant
+    assert {name for name in specialized - {"num_chunks"} if "stride_" not in name} == set() != specialized
 
 
 # Inside of a caller's torch.compile the kernels are one operator, flexmask::select
