@@ -69,7 +69,7 @@ class SelectionStats:
     dense: bool = False
 
 
-_FIELDS = {statistic.name: statistic.metadata for statistic in fields(SelectionStats) if statistic.metadata}
+_FIELDS = {statistic.name: dict(statistic.metadata) for statistic in fields(SelectionStats) if statistic.metadata}
 TENSORS = tuple(_FIELDS)  # names of the fields that are tensors
 STATISTICS = tuple(name for name in TENSORS if name != "is_dense")  # of those that a selection computes
 FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # of those that need no map of blocks

@@ -150,6 +150,8 @@ LISTS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("call", "options"), [*EXPORTED.values(), *LISTS.values()], ids=[*EXPORTED, *LISTS])
 def test_dense_attention_and_block_lists_are_exported(call, options, strict):
+    if _torch.RELEASE < (2, 6) and (call not in (sparse_attention, packed) or (strict and call is packed)):
+        pytest.skip("torch 2.5 cannot export the vmap in masks, nor, strictly, sizes of packs")
     inputs, module = tuple(x[:1] for x in cut(200)), Module(call, **options)
     program = torch.export.export(module, inputs, strict=strict).module()
     other = (3 * inputs[0], inputs[1] + 1, inputs[2])

@@ -39,11 +39,6 @@ class Lines(NamedTuple):
 
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) bool or int8: key blocks, then block diagonals
 
-    @property
-    def number(self) -> Tensor:
-        """(2, batch, num_heads) int64."""
-        return self.kept.sum(-1)
-
 
 # what steps hand on, and only steps of the same kind read: types of `flexmask.plain` or of `flexmask.kernels`
 Mass = TypeVar("Mass")  # `RepresentativeMass`: attention of the representative rows

@@ -155,8 +155,9 @@ def test_no_value_is_read(name, setting):
 @all_masks
 def test_traces_whole(name):
     case = case_of(FULLEST[name])
+    options = {"block_size": case.config.block_size, **case.keywords(), **SPARSE[name]}
     torch._dynamo.reset()  # the function below would run out of recompilations
-    run, _ = traced(lambda query, key: mask_of(name, replace(case, query=query, key=key)))
+    run, _ = traced(lambda query, key: MASKS[name](query, key, **options))
     assert_same_lists(run(case.query, case.key), made(name, FULLEST[name])[0])
 
 
