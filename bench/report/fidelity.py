@@ -27,10 +27,10 @@ GAMMAS = (0.8, 0.85, 0.9, 0.95, 0.98)
 OTHERS = ("flexprefill", "xattention")  # the next best
 
 
-def language_model(length: int, folder: Path = FOLDER) -> pd.DataFrame:
-    """Rows of whole prefills at a length with YaRN factor 8, under usual settings."""
+def language_model(length: int, folder: Path = FOLDER, yarn: int = 8) -> pd.DataFrame:
+    """Rows of whole prefills at a length with a factor of YaRN, under usual settings."""
     rows = read("lengths", folder)
-    return usual(rows[(rows["length"] == length) & (rows["yarn"] == 8) & rows["chunk"].isna()])
+    return usual(rows[(rows["length"] == length) & (rows["yarn"] == yarn) & rows["chunk"].isna()])
 
 
 def hybrid_at(rows: pd.DataFrame, options: str = DEFAULT) -> pd.DataFrame:
@@ -44,11 +44,11 @@ def _mean_of(rows: pd.DataFrame, figure: str, form: str) -> str:
     return f"{values.mean():{form}}{interval(*over_files(list(rows['text']), lambda weights: float(weights @ values)), form)}"
 
 
-def _against_others(label: str, named: dict[str, tuple[int, str]], folder: Path) -> list[str]:
+def _against_others(label: str, named: dict[str, tuple[int, str]], folder: Path, yarn: int = 8) -> list[str]:
     """A row each: hybrid at a length under some options, and the errors of others at as many blocks."""
     cells = []
     for name, (length, options) in named.items():
-        rows = language_model(length, folder)
+        rows = language_model(length, folder, yarn)
         own, curves = hybrid_at(rows, options), Curves(rows)
         errors = [number(curves.error_at(other, own["density"].mean())) for other in OTHERS]
         figures = [_mean_of(own, "abs_d", ".2f"), _mean_of(own, "d_loss", "+.3f"), *errors]
@@ -65,6 +65,11 @@ def settings(folder: Path = FOLDER) -> list[str]:
 def by_length(folder: Path = FOLDER) -> list[str]:
     """Hybrid's default setting at every length."""
     return _against_others("tokens", {thousands(length): (length, DEFAULT) for length in LENGTHS}, folder)
+
+
+def stretched(folder: Path = FOLDER) -> list[str]:
+    """The same with YaRN factor 16, which 128k tokens need."""
+    return _against_others("tokens", {thousands(length): (length, DEFAULT) for length in (65536, 131072)}, folder, yarn=16)
 
 
 def gammas(folder: Path = FOLDER) -> list[str]:
@@ -113,4 +118,4 @@ def draw_by_density(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
-TABLES = {"settings": settings, "gammas": gammas, "by-length": by_length, "gains": gains}
+TABLES = {"settings": settings, "gammas": gammas, "by-length": by_length, "stretched": stretched, "gains": gains}

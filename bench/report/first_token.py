@@ -86,10 +86,9 @@ def table(folder: Path = FOLDER) -> list[str]:
     in_vllm, in_sglang, in_transformers = vllm_h100(folder), sglang(folder), transformers(folder)
     cells = []
     for tokens in _SHOWN:
-        error = "not measured"
-        if tokens in LENGTHS:
-            kept, change = hybrid_at(language_model(tokens, folder))[["density", "abs_d"]].mean()
-            error = f"[{number(change)}]({_ERROR}) ({percent(kept)})"
+        yarn = 8 if tokens in LENGTHS else 16
+        kept, change = hybrid_at(language_model(tokens, folder, yarn))[["density", "abs_d"]].mean()
+        error = f"[{number(change)}]({_ERROR}) ({percent(kept)}{'' if yarn == 8 else '; factor 16'})"
         engines = [_cell(in_vllm.loc[tokens], _VLLM), _cell(in_sglang.loc[tokens], _ENGINES)]
         cells.append([thousands(tokens), *engines, _cell(in_transformers.loc[tokens], _MODELS, digits=0), error])
     engines = ["vLLM 0.26, H100 (density)", "SGLang 0.5.16, H200", "transformers 5.17, H200, random blocks"]
