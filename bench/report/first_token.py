@@ -105,7 +105,7 @@ def draw(axes: Any, folder: Path = FOLDER) -> None:
     }
     lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
     for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
-        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 6, "fillstyle": "none"}
         axes.plot(lengths, figures["ratio"].reindex(lengths), label=name, **style)
     axes.axhline(1, color="#444444", linewidth=0.8)
     axes.set(xlabel="tokens of the prompt", ylabel="first token: times as fast as dense", xscale="log", ylim=(0.9, 2.8))
