@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import sys
+import traceback as tracebacks
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from flexmask.commands import INTERRUPTED, PROBLEM
 from flexmask.commands.doctor import doctor
-from flexmask.commands.errors import TRACEBACK_VARIABLE, Group
 from flexmask.commands.gain import gain
 from flexmask.commands.inspect import inspect
+from flexmask.commands.options import CommandError
 from flexmask.commands.tune import tune
+
+_TRACEBACK = "FLEXMASK_TRACEBACK"
+
+
+class Group(TyperGroup):
+    """The commands; an exception ends as one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("flexmask: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except CommandError as error:
+            shown: Exception = error
+            message, code = str(error), error.code
+        # anything else is a bug, and shows its traceback
+        except (ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, (typer.Exit, typer.Abort)):  # which are RuntimeErrors
+                raise
+            shown = error
+            message, code = f"{type(error).__name__}: {error}", PROBLEM
+        if ctx.params.get("traceback") or os.environ.get(_TRACEBACK, "") not in ("", "0"):
+            tracebacks.print_exception(shown)
+        print(f"flexmask: {message.strip()}", file=sys.stderr)
+        raise typer.Exit(code)
+
 
 app = typer.Typer(
     name="flexmask",
@@ -38,7 +70,7 @@ def program(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     traceback: Annotated[
-        bool, typer.Option("--traceback", help=f"Show the traceback of an error, as {TRACEBACK_VARIABLE}=1 does.")
+        bool, typer.Option("--traceback", help=f"Show the traceback of an error, as {_TRACEBACK}=1 does.")
     ] = False,
 ) -> None:
     """Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune."""

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexmask.commands import PROBLEM
-from flexmask.commands.errors import option_errors
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
-from flexmask.commands.options import Common, Model, model_named, with_common
+from flexmask.commands.options import Common, Model, model_named, option_errors, with_common
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from flexmask.commands.errors import usage_error
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, token_ids
-from flexmask.commands.options import Common, Model, Named, model_named, with_common
+from flexmask.commands.options import Common, Model, Named, model_named, usage_error, with_common
 from flexmask.commands.output import Output
 
 Number = TypeVar("Number", int, float)

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from flexmask.commands import gain_times
-from flexmask.commands.errors import option_errors
 from flexmask.commands.gain_times import seconds_in_turns, wait
 from flexmask.commands.loading import remark_if_short
+from flexmask.commands.options import option_errors
 from flexmask.commands.output import Advance, Output
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexmask.commands.errors import CommandError, needs, usage_error
+from flexmask.commands.options import CommandError, needs, usage_error
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:

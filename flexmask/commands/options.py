@@ -1,17 +1,18 @@
-"""Options that several commands share."""
+"""Options that several commands share, and their errors: one line on stderr and an exit code, instead of a traceback."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn, get_type_hints
 
 import typer
 
-from flexmask.commands.errors import option_errors, usage_error
+from flexmask.commands import MISSING, PROBLEM
 
 if TYPE_CHECKING:
     from flexmask.settings import PrefillSettings
@@ -20,6 +21,46 @@ _MODEL = "Folder of a transformers model, or its name on the hub."
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
 Model = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, as an option.")]
 _FLAGS = ("method", "gamma", "min_budget", "dense_below")
+
+
+class CommandError(Exception):
+    """Ends a command with a message and the exit code `code`."""
+
+    def __init__(self, message: str, code: int = PROBLEM) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def usage_error(message: str, option: str | None = None) -> NoReturn:
+    """Exit with the code for a wrong command line, naming the option."""
+    raise typer.BadParameter(message, param_hint=None if option is None else f"'{option}'")
+
+
+def needs(package: str, extra: str) -> CommandError:
+    """The error for a missing optional package."""
+    return CommandError(f"this command needs {package}: pip install 'flexmask[{extra}]'", MISSING)
+
+
+@contextlib.contextmanager
+def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -> Iterator[None]:
+    """Turn the library's errors about arguments, and unreadable files, into errors about options.
+
+    ``gamma must be in (0, 1]; got 2`` becomes an error of ``--gamma`` if that is in `options`, else of what `by_name` has for the
+    argument, else of `otherwise`; without one it is raised again.
+    """
+    try:
+        yield
+    except (OSError, TypeError, ValueError) as error:
+        from flexmask.selector import UnknownOption
+
+        name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
+        option = next((known for known in options if known == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
+        if option is None:
+            raise
+        message = (
+            f"cannot read {error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
+        )
+        usage_error(message, option)
 
 
 class Common(NamedTuple):

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flexmask.commands.errors import option_errors, usage_error
 from flexmask.commands.loading import load_model, read_text, token_ids
-from flexmask.commands.options import Common, Model, Named, model_named, with_common
+from flexmask.commands.options import Common, Model, Named, model_named, option_errors, usage_error, with_common
 from flexmask.commands.output import Output
 
 

@@ -160,7 +160,7 @@ def test_refused_models_exit_with_a_problem(flexmask, tmp_path, config, said):
 def test_doctor_says_at_once_what_it_waits_for_and_loads_no_transformers():
     code = """
 import sys
-from flexmask.commands.main import main
+from flexmask.__main__ import main
 
 write = sys.stderr.write
 sys.stderr.write = lambda text: write(text.replace("loading torch", f"loading torch ({'torch' in sys.modules})"))

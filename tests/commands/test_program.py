@@ -11,7 +11,7 @@ import pytest
 
 import flexmask as package
 from flexmask import commands
-from flexmask.commands import main
+from flexmask import __main__ as main
 from flexmask.commands.output import Output
 from tests.repository import ROOT
 
@@ -56,7 +56,7 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
 
 
 def test_characters_that_stdout_lacks_are_escaped():
-    code = "import atexit, flexmask.commands.main as program; atexit.register(print, '|\u0394|'); program.main()"
+    code = "import atexit, flexmask.__main__ as program; atexit.register(print, '|\u0394|'); program.main()"
     command = [sys.executable, "-c", code, "--version"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
