@@ -1,4 +1,8 @@
-"""SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse."""
+"""SGLang's attention backend "flexmask", a stock backend whose long prompts run sparse, and its registration.
+
+The entry point ``sglang.srt.plugins: flexmask`` is `register`. SGLang's tokenizer process reads the options of single requests,
+in ``custom_params``; `tell_requests` tells the scheduler's.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,44 @@ import torch
 from torch import Tensor
 
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
+from flexmask.integrations.serving.options import has_options, request_options
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
-from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, backends_of, resolved, serving_options
+from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
 _log = logging.getLogger("sglang.flexmask")
+
+
+def register() -> None:
+    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in each of SGLang's processes, of whatever release."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(make_backend)
+    read_requests()
+
+
+def read_requests() -> None:
+    """Make SGLang refuse wrong options of a request, and keep cached prefixes of different options apart."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", _read)
+
+
+def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
+    """Called after a request is made; ValueError is its answer."""
+    params = tokenized.sampling_params
+    given = getattr(params, "custom_params", None) or {}
+    if not has_options(given) or backends_of(resolved(manager.server_args))[0] != NAME:
+        return
+    requested = request_options(given, serving_options(KERNELS[0], manager.model_config.hf_config).settings)
+    if requested is not None:
+        params.custom_params = requested.noted(given)
+        tokenized.extra_key = f"{tokenized.extra_key or ''}{requested.salt}"
 
 
 def make_backend(runner: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.versions import absent_names, fields_of, names_in, wrong_arguments, wrong_functions
+from flexmask.integrations.vllm.engine import ARGUMENTS, LATENT_ARGUMENTS
 
 RUN: dict[tuple[int, ...], str] = {
     (0, 26): "one and two H200s, latent attention on one, and CPUs",
@@ -38,10 +39,6 @@ _LATENT_FUNCTIONS = {
     ),
 }  # fmt: skip
 _LATENT_FORWARD = ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata")
-# arguments of an implementation that decide which layers are served
-_ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
-_ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name"}
-_LATENT_ARGUMENTS = {"kv_lora_rank", "qk_nope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj"}
 # of a step
 _FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling"}
 _FIELDS |= {"mm_req_doc_ranges"}
@@ -84,7 +81,8 @@ def interface_faults(stock: Any) -> list[str]:
 
     builder, impl = stock.get_builder_cls(), stock.get_impl_cls()
     is_latent = stock.is_mla()
-    arguments = _ARGUMENTS | (_LATENT_ARGUMENTS if is_latent else {"sinks"})
+    latent = ARGUMENTS - {"sinks"} | LATENT_ARGUMENTS - {"q_lora_rank", "qk_rope_head_dim"}  # which nothing reads
+    arguments = latent if is_latent else ARGUMENTS
     holders = {"builder": builder, "impl": impl, "": ubatch_utils}
     faults = wrong_functions(holders, {**_FUNCTIONS, **(_LATENT_FUNCTIONS if is_latent else _PLAIN_FUNCTIONS)})
     faults += absent_names("the implementation's arguments", arguments, _arguments(impl))

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import pytest
 
 import flexmask as package
-from flexmask import commands
 from flexmask import __main__ as main
+from flexmask import commands
 from flexmask.commands.output import Output
 from tests.repository import ROOT
 

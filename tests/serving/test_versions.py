@@ -83,9 +83,11 @@ def test_an_extra_installs_the_releases_that_are_served(engine, versions, too_ne
             assert specifier.contains(version)
 
 
-@pytest.mark.parametrize(("group", "engine"), [("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")])
-def test_entry_points_name_the_registration(group, engine, project):
-    assert project["entry-points"][group] == {"flexmask": f"flexmask.integrations.{engine}.registration:register"}
+@pytest.mark.parametrize(
+    ("group", "file"), [("vllm.general_plugins", "vllm.registration"), ("sglang.srt.plugins", "sglang.backend")]
+)
+def test_entry_points_name_the_registration(group, file, project):
+    assert project["entry-points"][group] == {"flexmask": f"flexmask.integrations.{file}:register"}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")

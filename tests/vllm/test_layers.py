@@ -9,7 +9,7 @@ import torch
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.startup import roles_line
-from flexmask.integrations.vllm.layers import layer_number, role_of
+from flexmask.integrations.vllm.engine import layer_number, role_of
 from flexmask.settings import PrefillSettings
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)

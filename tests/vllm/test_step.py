@@ -17,8 +17,8 @@ from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
+from flexmask.integrations.vllm.engine import role_of
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
-from flexmask.integrations.vllm.layers import role_of
 from flexmask.settings import PrefillSettings
 from tests.expected import masked_attention
 
