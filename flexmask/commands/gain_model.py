@@ -26,7 +26,7 @@ from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.tune.loss_gradient import logits_of, scored_tokens
+from flexmask.integrations.tune.probe import logits_of, scored_tokens
 from flexmask.settings import PrefillSettings
 
 # experts per token, and all experts

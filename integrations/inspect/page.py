@@ -12,12 +12,18 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexmask.integrations.inspect.inspection import NAMED, RULE, Inspection, ShownHead
 from flexmask.plot import plot_attention, plot_density
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from flexmask.integrations.inspect import Inspection, ShownHead
+
+RULE = (
+    "Of the heads that ran sparse: the one of the lowest density, of the median density, of the highest density, and of the "
+    "lowest coverage, where the method computes it."
+)
+NAMED = "named"
 _MOST_CHARACTERS = 400  # of the prompt, at its beginning and at its end
 
 

@@ -17,9 +17,8 @@ from flexmask.base.options import check_share
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
-from flexmask.integrations.tune.loss_gradient import backward_through_loss
 from flexmask.integrations.tune.measured import MeasuredErrors, digest
-from flexmask.integrations.tune.probe import HeadProbe
+from flexmask.integrations.tune.probe import HeadProbe, backward_through_loss
 from flexmask.integrations.tune.result import TuneResult as TuneResult
 from flexmask.integrations.tune.result import check_target, result_of
 from flexmask.selector import METHODS

@@ -11,9 +11,9 @@ import torch
 
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
-from flexmask.integrations.inspect import inspect_prefill
+from flexmask.integrations.inspect import heads_by_rule, inspect_prefill
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
-from flexmask.integrations.inspect.inspection import NAMED, heads_by_rule
+from flexmask.integrations.inspect.page import NAMED
 from tests.attention_calls import call
 from tests.expected import masked_attention, visible_pairs
 from tests.integrations.common import LENGTH, SPARSE, make_model

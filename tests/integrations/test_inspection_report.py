@@ -15,8 +15,7 @@ pytest.importorskip("matplotlib")
 
 from flexmask.integrations.huggingface import PrefillSettings
 from flexmask.integrations.inspect import Inspection, ShownHead, write_report
-from flexmask.integrations.inspect.inspection import NAMED, RULE
-from flexmask.integrations.inspect.page import page
+from flexmask.integrations.inspect.page import NAMED, RULE, page
 from flexmask.integrations.record import CallSize, PrefillRun
 from flexmask.stats import dense_stats
 

@@ -9,12 +9,12 @@ import torch
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
-from flexmask.integrations.tune.loss_gradient import backward_through_loss
+from flexmask.integrations.tune.probe import backward_through_loss
 from tests.integrations.test_overlapping_blocks import is_untouched
 from tests.interrupts import in_another_thread, interrupted
 
 # of what enters and leaves, without the forward and the checks of options
-FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "locking.py", "loss_gradient.py")
+FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "locking.py", "probe.py")
 
 
 def entered(model, kept, ids):

@@ -9,7 +9,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
-from flexmask.integrations.tune.loss_gradient import MOST_SCORED, backward_through_loss
+from flexmask.integrations.tune.probe import MOST_SCORED, backward_through_loss
 from tests.integrations.common import TUNE, checkpointed
 from tests.integrations.families import VOCABULARY
 
