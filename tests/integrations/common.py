@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import DynamicCache, StaticCache
 
 import flexmask.integrations.huggingface as flexmask_hf
 from tests.integrations.families import FAMILIES
 from tests.repository import ROOT
 
+RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 # one shape: each further one costs a compilation
 BATCH, LENGTH = 2, 530
 KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
@@ -29,6 +32,15 @@ def tuned(model, tokens, **options):
 
 def make_model(family="Llama", seed=0, **options):
     return FAMILIES[family].make(seed, **options)
+
+
+def static_cache(model, length):
+    sizes = {"max_batch_size": BATCH, "dtype": torch.float32, "device": "cpu"} if RELEASE < (4, 56) else {}
+    return StaticCache(config=model.config, max_cache_len=length, **sizes)
+
+
+def dynamic_cache(model):
+    return DynamicCache() if RELEASE < (4, 56) else DynamicCache(config=model.config)
 
 
 def in_two_processes(what, folder):

@@ -6,8 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.cells import static_cache
-from tests.integrations.common import make_model
+from tests.integrations.common import make_model, static_cache
 
 pytestmark = pytest.mark.attention
 

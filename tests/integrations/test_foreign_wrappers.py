@@ -13,8 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface import model_config
-from tests.integrations.cells import dynamic_cache
-from tests.integrations.common import KEEP_ALL, SPARSE
+from tests.integrations.common import KEEP_ALL, SPARSE, dynamic_cache
 
 pytestmark = pytest.mark.usefixtures("_fresh_process")
 

@@ -10,16 +10,18 @@ import transformers
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.block_masks.positions import causal_mask
 from flexmask.integrations.huggingface.compat import group_function
-from tests.integrations.cells import FEWER_CELLS
-from tests.integrations.common import LENGTH, SPARSE, make_model, padded, switchable
+from tests.integrations.common import LENGTH, RELEASE, SPARSE, make_model, padded, switchable
 from tests.integrations.families import FAMILIES, SIZES
-from tests.integrations.support import result_of
+from tests.integrations.support import FEWER_CELLS, result_of
 
 
 @pytest.mark.attention
 @pytest.mark.parametrize("cell", FEWER_CELLS, ids=str)
 def test_equals_dense_attention(cell):
-    result_of(cell)
+    refused = result_of(cell).refused
+    if refused:
+        assert RELEASE < (5, 1), "later releases run every cell"
+        pytest.skip(refused)
 
 
 def made(name: str, **options: Any) -> Any:

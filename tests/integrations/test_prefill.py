@@ -14,8 +14,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
 from flexmask.environment import check_transformers
-from tests.integrations.cells import static_cache
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded, static_cache
 
 
 def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):

@@ -9,8 +9,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import dense_policy, sparse_attention, sparse_attention_varlen
-from tests.integrations.cells import static_cache
-from tests.integrations.common import SPARSE, switchable
+from tests.integrations.common import SPARSE, static_cache, switchable
 from tests.integrations.families import VOCABULARY
 
 

@@ -10,8 +10,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask
 from flexmask.integrations.huggingface.session import SWITCHED, Session
-from tests.integrations.cells import RELEASE, dynamic_cache
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, make_model
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, RELEASE, dynamic_cache, make_model
 from tests.integrations.families import VOCABULARY
 
 FORWARD_REFUSALS = {
