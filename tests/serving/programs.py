@@ -11,9 +11,6 @@ from typing import Any
 
 from tests.repository import ROOT
 
-# what refuses wrong options of a request
-WRONG_OPTIONS: tuple[dict[str, Any], ...] = ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]})
-
 
 def written_by(folder: Path, environment: Mapping[str, str]) -> Callable[..., dict[str, Any]]:
     """Run a module of tests with words and a file to write, if it was not run before; gives its JSON, log and exit status."""
@@ -34,6 +31,10 @@ def written_by(folder: Path, environment: Mapping[str, str]) -> Callable[..., di
     return run
 
 
+# what refuses wrong options of a request
+WRONG_OPTIONS: tuple[dict[str, Any], ...] = ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]})
+# requests with options of their own, which the stock backend ignores
+CHOSEN = ("beside_each_other", "behind_one_prefix", "wrongly")
 # most rows of a step where they can be set, lengths and seeds of prompts, new tokens
 QUESTIONS: dict[str, tuple[int, list[tuple[int, int]], int]] = {
     # two whole prompts in one step
@@ -89,6 +90,15 @@ class Asked:
         options = [{"flexmask_gamma": 0.5}, {"flexmask_dense": True}, None] * 2
         return [self.generate([prompt(2500, seed=5)], chosen=[each], scored=False)[0] for each in options]
 
+    def beside_each_other(self) -> Any:
+        """Four prompts, whose chunks share steps."""
+        return self.beside_each_other_plainly([None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}])
+
+    def beside_each_other_plainly(self, chosen: Any = None) -> Any:
+        self.empty_cache()
+        self.budget(777)
+        return self.generate([prompt(1700, seed=each) for each in range(4)], chosen=chosen)
+
     def wrongly(self) -> list[Any]:
         """Replies to each of `WRONG_OPTIONS`, and an answer after them."""
         told: list[Any] = []
@@ -106,22 +116,3 @@ def plan_one_token_off(starts: Sequence[int], lengths: Sequence[int], *rest: Any
 
     chunks = zip(starts, starts[1:], lengths, strict=False)
     return plan_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
-
-
-def assert_prefixes_shared(told: list[Any], stock: list[Any]) -> None:
-    """Among requests with equal options, of three kinds; without the plug-in the first request serves all."""
-    cached = [each["cached"] for each in told]
-    assert cached[:3] == [0, 0, 0]
-    assert min(cached[3:]) > 2400
-    assert min(each["cached"] for each in stock[1:]) > 2400
-
-
-def assert_refused(told: list[Any], stock: list[Any]) -> None:
-    """The engine refused by name, and answered on; a stock one takes anything."""
-    assert [each["refused"] for each in told[:-1]] == [
-        "flexmask_gamma must be in (0, 1]; got 2",
-        "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_gama'",
-        "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_read'",
-    ]
-    assert told[-1]["tokens"]
-    assert {each.get("refused", "nothing") for each in stock} == {"nothing"}

@@ -19,7 +19,7 @@ import torch
 
 from tests.repository import ROOT
 from tests.serving import programs
-from tests.serving.programs import prompt
+from tests.serving.programs import CHOSEN, prompt
 from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
 
 ENVIRONMENT = {
@@ -33,6 +33,7 @@ ENVIRONMENT = {
     ),
 }
 CHUNK = 777
+SAME = ("odd_chunks", "mixed", "short", "prefix_hits")
 _OURS = {"prefill_attention_backend": "flexmask"}
 _ON_CPU = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
 # several engines share the GPU, and the ports around this one
@@ -44,19 +45,16 @@ class Engine(NamedTuple):
 
     options: dict[str, Any] | None
     arguments: Mapping[str, Any]
-    asks: tuple[str, ...] = ("odd_chunks", "mixed", "short", "prefix_hits")
+    asks: tuple[str, ...] = SAME
     fault: str | None = None
 
 
 ENGINES = {
-    "stock": Engine(None, {}),
+    "stock": Engine(None, {}, (*SAME, *CHOSEN)),
     "keep_all": Engine({**KEEP_ALL, "log_every": 0.001}, {**_OURS, "enable_metrics": True}),
-    "sparse": Engine({**SPARSE, "log_every": 0.001}, _OURS, ("odd_chunks",)),
+    "sparse": Engine({**SPARSE, "log_every": 0.001}, _OURS, ("odd_chunks", *CHOSEN)),
     "by_head": Engine(BY_HEAD, _OURS, ("odd_chunks",)),
-    # requests with options of their own, which the stock backend ignores
-    "chosen_stock": Engine(None, {}, ("beside_each_other", "behind_one_prefix", "wrongly")),
-    "chosen": Engine(SPARSE, _OURS, ("beside_each_other", "behind_one_prefix", "wrongly")),
-    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, _OURS, ("beside_each_other_plainly",)),
+    "half": Engine({**SPARSE, "gamma": 0.5}, _OURS, ("beside_each_other_plainly",)),
     "fp8_stock": Engine(None, {"kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "fp8": Engine(KEEP_ALL, {**_OURS, "kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "two_ranks": Engine(BY_HEAD, {**_OURS, "tp_size": 2}, ("odd_chunks",)),
@@ -128,14 +126,6 @@ class Asked(programs.Asked):
     def short(self):
         """A prompt that does not fill a block."""
         return self.generate([prompt(40, seed=4)])
-
-    def beside_each_other(self):
-        """Four prompts, whose chunks share steps."""
-        options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
-        return self.generate([prompt(1700, seed=each) for each in range(4)], chosen=options)
-
-    def beside_each_other_plainly(self):
-        return self.generate([prompt(1700, seed=each) for each in range(4)])
 
 
 def answer(output):

@@ -43,7 +43,7 @@ def main(name: str, *device_and_out: str) -> None:
     answers = asked.counted(engine.asks) if isinstance(engine.asks, tuple) else getattr(asked, engine.asks)()
     results = {**answers, "backends": asked.backends(), "roles": asked.roles()}
     if engine.with_faults:
-        results["faults"] = {name: getattr(asked, f"with_{name}")() for name in ("another_page", "offset_off_by_one")}
+        results["faults"] = {name: asked.under(fault, "odd_chunks") for name, fault in faults()}
     # of this process
     results.setdefault("counters", asked.counts())
     Path(out).write_text(json.dumps(results), encoding="utf-8")
@@ -86,17 +86,20 @@ class Asked(programs.Asked):
 
     def of_random_model(self):
         tokens = random_models.prompt(1500)
-        whole = self.generate([tokens, tokens[:700]])
-        self.budget(333)
-        return {"whole": whole, "odd_chunks": self.generate([tokens])}
+        return self.whole_and_in_chunks([tokens, tokens[:700]], 1, 333)
 
     def of_latent_model(self):
         tokens = random_models.prompt(1500)
         prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
-        whole = self.generate(prompts, tokens=6)
+        chunk = latent_chunk(self.llm.llm_engine.vllm_config.device_config.device_type)
+        return self.whole_and_in_chunks(prompts, 3, chunk, tokens=6)
+
+    def whole_and_in_chunks(self, prompts, number, chunk, **options):
+        """All prompts, and the first ones again."""
+        whole = self.generate(prompts, **options)
         self.scheduler.scheduler_config.enable_chunked_prefill = True
-        self.budget(latent_chunk(self.llm.llm_engine.vllm_config.device_config.device_type))
-        return {"whole": whole, "odd_chunks": self.generate(prompts[:3], tokens=6)}
+        self.budget(chunk)
+        return {"whole": whole, "odd_chunks": self.generate(prompts[:number], **options)}
 
     def of_mixture(self):
         """Chunks of two prompts and a short one, a prompt whose beginning may be cached, and chunks that read other pages."""
@@ -163,15 +166,6 @@ class Asked(programs.Asked):
         self.budget(MOST_TOKENS)
         self.llm.reset_prefix_cache()
 
-    def beside_each_other(self):
-        """One prompt four times in a step, and others in chunks beside decoding rows."""
-        self.empty_cache()
-        options = [None, {"flexmask_gamma": 1}, {"flexmask_dense": True}, {"flexmask_gamma": 0.5}]
-        whole = self.generate([prompt(1700, seed=1)] * 4, chosen=options)
-        self.budget(777)
-        mixed = [prompt(length, seed=length) for length in (40, 1300, 2500)]
-        return [*whole, *self.generate(mixed, chosen=[None, {"flexmask_dense": 1}, {"flexmask_gamma": 0.5}])]
-
     def preempted(self):
         """Two requests that do not fit together: one is preempted."""
         self.empty_cache()
@@ -194,24 +188,24 @@ class Asked(programs.Asked):
             finished += [each for each in engine.step() if each.finished]
         return [answer(each) for each in finished if each.request_id.startswith("kept")]
 
-    def with_another_page(self):
-        """A fault: a later chunk reads another request's page."""
-        from flexmask.integrations.vllm import pages
+    def under(self, fault, name):
+        with fault:
+            return self.ask(name)
 
-        right = pages.PageTable.__init__
 
-        def wrong(page_table, table, tokens):
-            table = table.clone()
-            table[3] = table[20] if tokens > 700 else table[3]
-            right(page_table, table, tokens)
+def faults():
+    """Patches: a later chunk reads another request's page, or misses the last cached token."""
+    from flexmask.integrations.vllm import pages
 
-        with patch.object(pages.PageTable, "__init__", wrong):
-            return self.ask("odd_chunks")
+    right = pages.PageTable.__init__
 
-    def with_offset_off_by_one(self):
-        """A fault: a later chunk misses the last cached token."""
-        with patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off):
-            return self.ask("odd_chunks")
+    def wrong(page_table, table, tokens):
+        table = table.clone()
+        table[3] = table[20] if tokens > 700 else table[3]
+        right(page_table, table, tokens)
+
+    yield "another_page", patch.object(pages.PageTable, "__init__", wrong)
+    yield "offset_off_by_one", patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off)
 
 
 def latent_chunk(device):

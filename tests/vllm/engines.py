@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.serving.programs import CHOSEN
 from tests.vllm import random_models
 
 MODEL = "bench/retriever/model"
@@ -35,8 +36,6 @@ BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
 ALL = (*SPARSELY, "rechunked", "short", "prefix_hits", "preempted", "aborted")
-# requests with options of their own, which the stock backend ignores
-CHOSEN = ("beside_each_other", "behind_one_prefix", "wrongly")
 
 
 class Engine(NamedTuple):
@@ -71,21 +70,13 @@ MIXTURES: dict[str, tuple[Callable[[Path], str], dict[str, Any]]] = {
 }
 
 
-def _of_mixtures():
-    for name, (model, arguments) in MIXTURES.items():
-        for suffix, options in (("_stock", None), ("", KEEP_ALL), ("_half", HALF)):
-            yield f"{name}{suffix}", Engine(options, "of_mixture", model, arguments=arguments)
-
-
 ENGINES = {
-    "stock": Engine(None),
+    "stock": Engine(None, (*ALL, *CHOSEN)),
     "keep_all": Engine(KEEP_ALL, with_faults=True),
-    "sparse": Engine(SPARSE),
+    "sparse": Engine(SPARSE, (*ALL, *CHOSEN)),
+    "half": Engine({**SPARSE, "gamma": 0.5}, ("beside_each_other_plainly",)),
     "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, SPARSELY),
     "by_head": Engine(BY_HEAD, ("whole",)),
-    "chosen_stock": Engine(None, CHOSEN),
-    "chosen": Engine(SPARSE, CHOSEN),
-    "chosen_half": Engine({**SPARSE, "gamma": 0.5}, CHOSEN),
     # the memory-measuring run comes before the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
     # on a GPU: chunks in graphs that are larger than they are
@@ -116,7 +107,11 @@ ENGINES = {
     "latent": _latent(KEEP_ALL),
     "latent_sparse": _latent(SPARSE),
     "latent_half": _latent(HALF),
-    **dict(_of_mixtures()),
+    **{
+        f"{name}{suffix}": Engine(options, "of_mixture", model, arguments=arguments)
+        for name, (model, arguments) in MIXTURES.items()
+        for suffix, options in (("_stock", None), ("", KEEP_ALL), ("_half", HALF))
+    },
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),
     "latent_triton": _latent({**KEEP_ALL, "kernel": "TRITON_ATTN"}),

@@ -1,6 +1,5 @@
 """Small random models with windows, soft caps, sinks, latent attention, or layers that keep a state beside those of attention."""
 
-import json
 import random
 
 _VOCABULARY = 512
@@ -13,16 +12,15 @@ def prompt(length):
     return random.Random(0).choices(range(4, _VOCABULARY - 12), k=length)
 
 
-def saved(folder, kind, change=None, config=None, **options):
-    """The folder of a model of random weights, which `change` gets by name."""
+def saved(folder, kind, change=lambda model: None, config=None, **options):
+    """The folder of a model of random weights, which `change` gets."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, config or f"{kind}Config")(**options))
     with torch.no_grad():
-        for name, parameter in model.named_parameters() if change is not None else ():
-            change(name, parameter)
+        change(model)
     model.save_pretrained(folder)
     return str(folder)
 
@@ -46,48 +44,30 @@ def gpt_oss(folder):
     """Sinks take much of the attention; every other layer has a window."""
     heads = {**_HEADS, "head_dim": 64, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 2}
 
-    def change(name, parameter):
-        if name.endswith("sinks"):
-            parameter.normal_(5.0, 1.0)
+    def change(model):
+        for layer in model.model.layers:
+            layer.self_attn.sinks.normal_(5.0, 1.0)
 
     return saved(folder, "GptOss", change, **_SHAPE, **heads, sliding_window=_WINDOW, initializer_range=0.2)
 
 
 def laguna(folder):
-    """Without experts; windows with sinks in every other layer. Releases of transformers that vLLM needs may lack it."""
+    """Without experts; windows with sinks, which vLLM reads and transformers does not, in every other layer."""
     import torch
-    from safetensors.torch import save_file
 
-    hidden, wide, dim = _SHAPE["hidden_size"], 96, 64
-    heads, kv_heads = (_HEADS[name] * dim for name in ("num_attention_heads", "num_key_value_heads"))
-    layers = range(_SHAPE["num_hidden_layers"])
-    kinds = ["sliding_attention", "full_attention"] * (len(layers) // 2)
-    config = {"model_type": "laguna", "architectures": ["LagunaForCausalLM"], "head_dim": dim, "intermediate_size": wide}
-    config |= {"gating": False, "num_experts": 0, "mlp_only_layers": list(layers), "sliding_window": _WINDOW}
-    config |= {"layer_types": kinds, "swa_attention_sink_enabled": True, "torch_dtype": "float32"}
-    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    generator = torch.Generator().manual_seed(0)
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "mlp_layer_types": ["dense"] * 4, "gating": False}
+    heads = {**_HEADS, "head_dim": 64, "intermediate_size": 96, "swa_attention_sink_enabled": True}
 
-    def drawn(*shape, mean=0.0, deviation=0.2):
-        return torch.randn(shape, generator=generator) * deviation + mean
+    def change(model):
+        for number, layer in enumerate(model.model.layers):
+            del layer.self_attn.g_proj  # of the gate
+            # scores of a good size
+            layer.self_attn.q_norm.weight.fill_(2.0)
+            layer.self_attn.k_norm.weight.fill_(2.0)
+            if number % 2 == 0:
+                layer.self_attn.sink = torch.nn.Parameter(torch.randn(_HEADS["num_attention_heads"]) + 5)
 
-    weights = {"model.embed_tokens.weight": drawn(_VOCABULARY, hidden), "model.norm.weight": torch.ones(hidden)}
-    weights["lm_head.weight"] = drawn(_VOCABULARY, hidden)
-    for layer, kind in zip(layers, kinds, strict=True):
-        own = {"self_attn.q_proj": drawn(heads, hidden), "self_attn.o_proj": drawn(hidden, heads)}
-        own |= {f"self_attn.{name}_proj": drawn(kv_heads, hidden) for name in "kv"}
-        # scores of a good size
-        own |= {f"self_attn.{name}_norm": torch.full((dim,), 2.0) for name in "qk"}
-        own |= {f"mlp.{name}_proj": drawn(wide, hidden) for name in ("gate", "up")}
-        own |= {"mlp.down_proj": drawn(hidden, wide)}
-        own |= {f"{name}_layernorm": torch.ones(hidden) for name in ("input", "post_attention")}
-        weights |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in own.items()}
-        if kind == "sliding_attention":
-            weights[f"model.layers.{layer}.self_attn.sink"] = drawn(heads // dim, mean=5.0, deviation=1.0)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({**_SHAPE, **_HEADS, **config}), encoding="utf-8")
-    save_file(weights, folder / "model.safetensors")
-    return str(folder)
+    return saved(folder, "Laguna", change, **_SHAPE, **heads, **kinds, sliding_window=_WINDOW, initializer_range=0.2)
 
 
 def deepseek(folder):
@@ -127,12 +107,13 @@ def qwen3_next(folder):
     experts = {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 
-    def change(name, parameter):
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
-            parameter.fill_(0.5)
-        elif name.endswith("o_proj.weight"):
-            parameter.mul_(4)
-        elif name.endswith(("out_proj.weight", "down_proj.weight")):
-            parameter.mul_(0.3)
+    def change(model):
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.fill_(0.5)
+            elif name.endswith("o_proj.weight"):
+                parameter.mul_(4)
+            elif name.endswith(("out_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.3)
 
     return saved(folder, "Qwen3Next", change, **_SHAPE, **_HEADS, **kinds, **states, **experts, initializer_range=0.1)
