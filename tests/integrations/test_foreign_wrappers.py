@@ -42,31 +42,20 @@ def with_less_value(module, query, value):
     return value * getattr(module, "value_share", 1.0)
 
 
+def given(function, module, query, key, value, *args, **kwargs):
+    return function(module, query, key, with_less_value(module, query, value), *args, **kwargs)
+
+
 def closure(function):
-    def wrapper(module, query, key, value, attention_mask, dropout, **kwargs):
-        return function(module, query, key, with_less_value(module, query, value), attention_mask, dropout, **kwargs)
-
-    return wrapper
-
-
-def of_any_arguments(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        module, query, key, value, *rest = args
-        return function(module, query, key, with_less_value(module, query, value), *rest, **kwargs)
-
-    return wrapper
+    return lambda *args, **kwargs: given(function, *args, **kwargs)
 
 
 def twice(function):
-    return of_any_arguments(quiet(function))
-
-
-def quiet(function):
-    def wrapper(*args, **kwargs):
+    @functools.wraps(function)
+    def inner(*args, **kwargs):
         return function(*args, **kwargs)
 
-    return wrapper
+    return closure(inner)
 
 
 def by_name(function):
@@ -75,20 +64,16 @@ def by_name(function):
     return _by_name
 
 
-def _by_name(module, query, key, value, attention_mask, **kwargs):
-    return _original(module, query, key, with_less_value(module, query, value), attention_mask, **kwargs)
+def _by_name(module, *args, **kwargs):
+    return given(_original, module, *args, **kwargs)
 
 
 class Wrapper:
     def __init__(self, function):
         self.function = function
 
-    def __call__(self, module, query, key, value, attention_mask, **kwargs):
-        return self.function(module, query, key, with_less_value(module, query, value), attention_mask, **kwargs)
-
-
-def _given(function, module, query, key, value, *args, **kwargs):
-    return function(module, query, key, with_less_value(module, query, value), *args, **kwargs)
+    def __call__(self, *args, **kwargs):
+        return given(self.function, *args, **kwargs)
 
 
 SHAPES = {
@@ -96,7 +81,7 @@ SHAPES = {
     "two": twice,
     "global": by_name,
     "object": Wrapper,
-    "partial": lambda function: functools.partial(_given, function),
+    "partial": lambda function: functools.partial(given, function),
 }
 
 
@@ -131,11 +116,6 @@ def in_a_block(model, tokens):
         return two_steps(model, tokens)
 
 
-def enter(model, **options):
-    with flexmask_hf.sparse_prefill(model, **options):
-        pass
-
-
 @pytest.mark.parametrize("order", ["theirs first", "ours first", "a block first", "in a block"])
 @pytest.mark.parametrize(
     ("shape", "place"),
@@ -146,12 +126,10 @@ def test_a_wrapper_runs_once_in_every_layer(model, tokens, shape, place, order):
     install = functools.partial(PLACES[place], SHAPES[shape])
     if order == "ours first":
         flexmask_hf.register()
-    elif order == "a block first":
-        enter(model)
-    if order == "in a block":
-        with flexmask_hf.sparse_prefill(model):
+    with flexmask_hf.sparse_prefill(model) if "block" in order else contextlib.nullcontext():
+        if order == "in a block":
             install()
-    else:
+    if order != "in a block":
         install()
     for _ in range(2):
         with flexmask_hf.sparse_prefill(model) as run:

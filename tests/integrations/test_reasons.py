@@ -9,7 +9,7 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import dense_policy, sparse_attention, sparse_attention_varlen
-from tests.integrations.common import SPARSE, static_cache, switchable
+from tests.integrations.common import SPARSE, switchable
 from tests.integrations.families import VOCABULARY
 
 
@@ -48,16 +48,6 @@ def test_block_that_ran_dense_says_why(model, tokens, lines, collect):
         model.generate(tokens[:, :200], max_new_tokens=3, do_sample=False)
     assert lines() == ["flexmask: all 2 layers ran dense: 200 tokens < dense_below 16384"]
     assert run.reasons == ({layer: ["200 tokens < dense_below 16384"] for layer in (0, 1)} if collect else {})
-
-
-@pytest.mark.attention
-def test_a_caches_size_is_not_the_length_of_its_prompt(model, tokens):
-    # a StaticCache hands attention all of its keys
-    with torch.no_grad(), flexmask_hf.sparse_prefill(model, **{**SPARSE, "dense_below": 150}) as run:
-        model(tokens[:, :100], past_key_values=static_cache(model, 400))
-        assert run.reasons == {layer: ["100 tokens < dense_below 150"] for layer in (0, 1)}
-        model(tokens[:, :200], past_key_values=static_cache(model, 400))
-    assert [stats.dense for stats in run.stats[0]] == [True, False]
 
 
 def test_statistics_say_why(model, tokens, caplog):

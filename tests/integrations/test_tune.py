@@ -1,6 +1,7 @@
 """`tune`: settings, targets, padding, refusals; interrupted and resumed."""
 
 import copy
+import functools
 import gc
 import itertools
 import json
@@ -187,38 +188,41 @@ def test_wrong_arguments_are_refused(model, prompt, options, error, message):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path):
+@pytest.mark.parametrize("gradient", [False, True], ids=["errors", "by the loss"])
+def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, gradient):
     path, told = tmp_path / "tune.json", []
+    run = functools.partial(tuned, model, tokens, gradient=gradient)
 
     def interrupting(*step):
         if step == (3, 4):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tuned(model, tokens, resume=path, progress=interrupting)
+        run(resume=path, progress=interrupting)
     assert json.loads(path.read_text())["complete"] == [True, False]
-    result = tuned(model, tokens, resume=str(path), progress=lambda *step: told.append(step))
+    result = run(resume=str(path), progress=lambda *step: told.append(step))
     assert told == [(3, 4), (4, 4)]
-    expected = tuned(model, tokens, progress=lambda *step: told.append(step))
+    expected = run(progress=lambda *step: told.append(step))
     assert told[2:] == [(done, 4) for done in range(5)]
     # layer 1 of the second prompt follows a layer 0 by another kernel
     assert torch.tensor(result.curve) == pytest.approx(torch.tensor(expected.curve), abs=1e-5)
-    again = tuned(model, tokens, resume=path, density=0.7, progress=lambda *step: told.append(step))
+    again = run(resume=path, density=0.7, progress=lambda *step: told.append(step))
     assert told[7:] == [(4, 4)]
     assert again.curve == result.curve
     assert not (tmp_path / "tune.json.part").exists()
 
     for other, options in [
-        ("prompts", {"input_ids": tokens.flip(1)}),
+        ("prompts", {"tokens": tokens.flip(1)}),
         ("gammas", {"gammas": (0.5, 1.0)}),
         ("options", {"method": "flexprefill"}),
         ("options", {"min_budget": 64}),
+        ("errors", {"gradient": not gradient}),
         ("model", {"model": make_model(seed=1)}),
         ("model", {"model": with_another_epsilon(model)}),
         ("model", {"model": copy.deepcopy(model).bfloat16()}),
     ]:
         with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
-            flexmask_hf.tune(**{"model": model, "input_ids": tokens, "density": 0.6, "resume": path, **TUNE, **options})
+            tuned(**{"model": model, "tokens": tokens, "resume": path, "gradient": gradient, **options})
 
 
 def with_another_epsilon(model):

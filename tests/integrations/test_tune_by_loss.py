@@ -109,18 +109,6 @@ def test_the_model_is_left_as_it_was(model, prompt):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_was_measured_is_not_measured_again(model, tokens, tmp_path):
-    path, told = tmp_path / "tune.json", []
-    options = {**OPTIONS, "resume": path, "progress": lambda *step: told.append(step)}
-    expected = flexmask_hf.tune(model, tokens, gradient=True, **options)
-    assert told == [(done, 4) for done in range(5)]
-    again = flexmask_hf.tune(model, tokens, gradient=True, **options)
-    assert told[5:] == [(4, 4)]
-    assert again.curve == expected.curve
-    with pytest.raises(ValueError, match=r"resume must be a file of the same .* is of another errors"):
-        flexmask_hf.tune(model, tokens, resume=path, **OPTIONS)
-
-
 def test_reentrant_checkpoints_are_refused(model, prompt):
     with pytest.raises(NotImplementedError, match="tune needs checkpoints with use_reentrant=False"):
         flexmask_hf.tune(checkpointed(model, use_reentrant=True), prompt, gradient=True, **OPTIONS)
