@@ -1,5 +1,8 @@
 """Errors of heads at each gamma against float64; the greedy choice of gammas."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
@@ -80,49 +83,29 @@ def test_scores_far_apart_do_not_underflow():
     assert float(wrong) == pytest.approx(0.5)  # half of the rows give 2 instead of 1
 
 
-def brute_force(heads, density):
-    """Lower one head at a time, by the cheapest step of all, until the density is reached."""
-    at = [max(choices, key=lambda choice: choice.gamma) for choices in heads]
-    while sum(choice.blocks for choice in at) > density:
-        best = None
-        for head, choices in enumerate(heads):
-            for choice in choices:
-                saved = at[head].blocks - choice.blocks
-                if saved > 0:
-                    price = (choice.error - at[head].error) / saved
-                    if best is None or price < best[0]:
-                        best = (price, head, choice)
-        if best is None:
-            return None
-        at[best[1]] = best[2]
-    return at
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_greedy_equals_brute_force(seed):
+def test_no_other_choice_of_gammas_is_below_the_curve(seed):
     generator = torch.Generator().manual_seed(seed)
     number = 6
-    heads = []
-    for _ in range(number):
-        kept = torch.rand(len(GAMMAS), generator=generator).sort().values.tolist()
-        lost = torch.rand(len(GAMMAS), generator=generator).sort(descending=True).values.tolist()
-        kept[-1], lost[-1] = 1.0, 0.0
-        heads.append([AtGamma(*each) for each in zip(GAMMAS, [x / number for x in kept], lost, strict=True)])
+    kept, lost = torch.rand(2, number, len(GAMMAS), generator=generator).sort(-1).values / torch.tensor([number, 1]).view(2, 1, 1)
+    kept[:, -1], lost = 1.0 / number, lost.flip(-1)
+    lost[:, -1] = 0.0
+    heads = [
+        [AtGamma(*each) for each in zip(GAMMAS, *pair, strict=True)] for pair in zip(kept.tolist(), lost.tolist(), strict=True)
+    ]
     way = allocate(heads)
     assert way.curve[0] == (pytest.approx(1.0), 0.0)
-    for density in (0.9, 0.7, 0.5, 0.3):
-        expected, steps = brute_force(heads, density), way.steps_to_density(density)
-        assert (expected is None) == (steps is None)
-        if steps is not None:
-            assert way.after(steps) == expected
-            assert way.curve[steps][0] == pytest.approx(sum(choice.blocks for choice in expected))
-            assert way.curve[steps][1] == pytest.approx(sum(choice.error for choice in expected) / number)
-    kept, lost = zip(*way.curve, strict=True)
-    assert list(kept) == sorted(kept, reverse=True)
-    assert list(lost) == sorted(lost)
-    middle = lost[len(lost) // 2]
-    assert way.curve[way.steps_to_error(middle)][1] == middle
-    assert way.steps_to_error(-1.0) is None
+    for steps, (density, error) in enumerate(way.curve):
+        at = way.after(steps)
+        assert density == pytest.approx(sum(choice.blocks for choice in at))
+        assert error == pytest.approx(sum(choice.error for choice in at) / number)
+        assert way.steps_to_density(density + 1e-9) == way.steps_to_error(error) == steps
+    every = itertools.product(*heads)
+    others = np.array([[sum(choice.blocks for choice in at), sum(choice.error for choice in at) / number] for at in every])
+    densities, errors = np.array(way.curve[::-1]).T
+    reached = others[:, 0] >= densities[0]
+    assert (others[reached, 1] >= np.interp(others[reached, 0], densities, errors) - 1e-6).all()
+    assert way.steps_to_density(densities[0] / 2) is way.steps_to_error(-1.0) is None
 
 
 def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():

@@ -106,13 +106,6 @@ def test_continuous_batching_is_refused(model, tokens):
 
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-WHISPER: dict[str, Any] = {
-    **{f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")},
-    **{"d_model": 16, "num_mel_bins": 4, "vocab_size": VOCABULARY, "max_source_positions": 8, "max_target_positions": 8},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
-}
-
-
 def bert(**options):
     return transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SIZES, **options))
 
@@ -127,8 +120,10 @@ def llama4():
 MODELS = {
     "encoder": (bert, "BertModel, an encoder: every layer's attention is marked as bidirectional; use", "attention interface"),
     "encoder and decoder": (
-        lambda: transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**WHISPER)),
-        "WhisperForConditionalGeneration, an encoder with a decoder, whose cross attention it does not know; use",
+        lambda: transformers.BartForConditionalGeneration(
+            transformers.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1)
+        ),
+        "BartForConditionalGeneration, an encoder with a decoder, whose cross attention it does not know; use",
         "",
     ),
     "chunked": (llama4, "Llama4ForCausalLM, a model with chunked attention", ""),

@@ -41,7 +41,7 @@ def recorded(calls=6, max_calls=None, **options):
     for call in range(calls):
         batch, q_len = 1 + call % 2, 100 + 10 * call
         size = CallSize(batch, q_len, q_len + 64 * (call % 2))
-        run.record(0, stats_of(call, batch), None, None, 10 + call, size)
+        run.record(0, stats_of(call, batch), call, None, 10 + call, size)
         dense = call % 3 == 0
         run.record(
             1, dense_stats(batch) if dense else stats_of(50 + call, batch), None, "short" if dense else None, 10 + call, size
@@ -109,15 +109,6 @@ def test_summary_is_short_and_prints_a_line_a_layer():
     assert "2 of 3 layers sparse" in repr(run)
 
 
-def test_hybrid_heads_are_named():
-    run = PrefillRun()
-    stats = stats_of(0, hybrid=True)
-    assert stats.is_query_aware.any()  # which means nothing there
-    run.record(0, stats, None, None, 0, CallSize(1, 100, 100))
-    assert run.summary().layers[0].patterns == {"hybrid": 1.0}
-    assert {row["pattern"] for row in run.rows()} == {"hybrid"}
-
-
 def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
     run = PrefillRun()
     for layer, held in ((0, [0.9, 0.12, 0.3, 0.9]), (1, [0.9, 0.9, 0.9, 0.06]), (2, [0.9, 0.9, 0.9, 0.9])):
@@ -127,12 +118,15 @@ def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
         for _ in range(2):
             run.record(layer, replace(stats, **own), None, None, None, CallSize(1, 100, 100))
     assert [(each.layer, each.head) for each in run.summary().low_heads] == [(1, 3), (0, 1)]
+    assert run.summary().layers[0].patterns == {"hybrid": 1.0}
+    assert {row["pattern"] for row in run.rows()} == {"hybrid"}
     line = "heads that keep less than 25% of some rows' attention: layer 1 head 3 6%, layer 0 head 1 12%"
     assert str(run.summary()).splitlines()[-1] == run.summary().warning == line
 
 
 def test_calls_beyond_the_cap_are_dropped_but_counted():
-    whole, capped = recorded(20), recorded(20, max_calls=4)
+    whole, capped = (recorded(20, max_calls=most, collect_masks=True) for most in (None, 4))
+    assert (whole.masks[0][-4:], len(whole.masks[0])) == (capped.masks[0], 20)
     for layer in range(3):
         assert len(capped.calls[layer]) == 4
         assert capped.stats[layer][0].density.tolist() == whole.stats[layer][16].density.tolist()
@@ -147,14 +141,6 @@ def test_calls_beyond_the_cap_are_dropped_but_counted():
         assert one.patterns == pytest.approx(other.patterns)
         assert one.coverage == pytest.approx(other.coverage)
         assert one.lowest == other.lowest
-
-
-@pytest.mark.parametrize("with_stats", [True, False])
-def test_masks_are_dropped_too(with_stats):
-    run = PrefillRun(collect_stats=with_stats, collect_masks=True, max_calls=2)
-    for call in range(5):
-        run.record(0, stats_of(call) if with_stats else None, call, None, call, CallSize(1, 8, 8))
-    assert (run.masks[0], len(run.stats)) == ([3, 4], with_stats)
 
 
 def test_runs_are_bounded_by_default():
@@ -214,15 +200,10 @@ def test_a_layer_whose_mean_rounds_to_everything_shows_its_lowest_head():
 def test_reset_forgets_all_calls():
     run = recorded(8, max_calls=2)
     run.reset()
-    assert (run.rows(), run.summary().layers, run.summary().tokens, run.dense_summary()) == ([], (), 0, None)
+    assert (run.rows(), run.summary().density, run.dense_summary()) == ([], None, None)
+    assert str(run.summary()) == "<RunSummary: 0 prefills, 0 tokens in all, 0 of 0 layers sparse>"
     run.record(0, stats_of(1), None, None, 30, CallSize(1, 7, 7))
     assert (run.summary().prefills, run.summary().tokens, run.max_calls) == (1, 7, 2)
-
-
-def test_an_empty_run_has_an_empty_summary():
-    summary = PrefillRun().summary()
-    assert (summary.layers, summary.density) == ((), None)
-    assert str(summary) == "<RunSummary: 0 prefills, 0 tokens in all, 0 of 0 layers sparse>"
 
 
 def test_calls_of_other_threads_wait_while_the_record_is_read(monkeypatch):

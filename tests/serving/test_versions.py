@@ -1,8 +1,5 @@
 """The gate of releases of both engines, the releases that the extras install, and the environments of their tests."""
 
-import shutil
-import subprocess
-
 import pytest
 
 from flexmask.integrations.serving.versions import absent_names, check_release, release_of, wrong_arguments
@@ -88,20 +85,3 @@ def test_an_extra_installs_the_releases_that_are_served(engine, versions, too_ne
 )
 def test_entry_points_name_the_registration(group, file, project):
     assert project["entry-points"][group] == {"flexmask": f"flexmask.integrations.{file}:register"}
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_another_release_makes_the_environment_again(engine, tmp_path):
-    def planned(release):
-        given = [f"{engine.upper()}_VENV={tmp_path}", f"{engine.upper()}_RELEASE={release}"]
-        return subprocess.run(
-            ["make", "-n", f"test-{engine}", *given], cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout
-
-    (tmp_path / ".installed-0.29.0").touch()
-    made = f"tests/{engine}/environment.sh {tmp_path}"
-    assert made not in planned("0.29.0")
-    assert made in planned("0.32.0")
-    # and the first one, after the second
-    assert f"rm -f {tmp_path}/.installed-*" in planned("0.32.0")

@@ -35,7 +35,7 @@ def main(name: str, *device_and_out: str) -> None:
         given |= {"model": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True, "max_model_len": 2048}
     common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
     common |= {
-        "max_num_batched_tokens": 777 if engine.asks in ("in_777s", "with_scales", "with_rounded_rows") else MOST_TOKENS,
+        "max_num_batched_tokens": 777 if engine.asks in ("in_777s", "with_scales") else MOST_TOKENS,
         "num_gpu_blocks_override": PAGES,
     }
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
@@ -73,16 +73,6 @@ class Asked(programs.Asked):
             layer._v_scale.fill_(0.03)
             layer._k_scale_float, layer._v_scale_float = 0.06, 0.03
         return self.in_777s()
-
-    def with_rounded_rows(self):
-        """`with_scales`, but a chunk's own keys and values come from the cache too, as in the stock backend."""
-        from flexmask.integrations.serving.plan import SparseRequest
-        from flexmask.integrations.vllm import impl
-
-        after_cached = impl.after_cached
-        SparseRequest.cached_len = property(lambda request: request.seq_len)
-        impl.after_cached = lambda cached, chunk, *rest: after_cached(cached, chunk[:0], *rest)
-        return self.with_scales()
 
     def of_random_model(self):
         tokens = random_models.prompt(1500)

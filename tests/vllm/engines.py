@@ -98,10 +98,6 @@ ENGINES = {
     "both": Engine(KEEP_ALL, "of_random_model", random_models.laguna),
     "fp8_stock": Engine(None, "with_scales", arguments=_FP8),
     "fp8": Engine(KEEP_ALL, "with_scales", arguments=_FP8),
-    # first chunks are the stock engine's
-    "fp8_later": Engine(
-        {"method": "causal", "block_size": 64, "dense_below": 1000, "least_rows": 64}, "with_rounded_rows", arguments=_FP8
-    ),
     # whole prompts at once, and in chunks
     "latent_stock": _latent(None, kernel="FLASH_ATTN_MLA"),
     "latent": _latent(KEEP_ALL),

@@ -54,14 +54,6 @@ def test_what_cannot_be_served_is_refused_by_name(options, parallel, message):
         VLLMEngine(config_of(options, **parallel))
 
 
-def test_gammas_by_head_are_of_all_ranks_heads(place):
-    place.rank, place.ranks = 1, 2
-    engine = VLLMEngine(config_of({"gamma": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]}))
-    role = engine.role_of("model.layers.0.attn", "a", GIVEN, {})
-    assert isinstance(role, SparseLayer)
-    assert role.selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
-
-
 def test_roles_of_other_layers_are_reasons():
     engine = VLLMEngine(config_of({"dense_layers": [1]}))
     assert engine.role_of("model.layers.1.attn", "a", GIVEN, {}) == "in dense_layers"

@@ -1,5 +1,6 @@
 """The plug-in in vLLM's HTTP server, in its own process: answers and refusals."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+import openai
 
 from tests.repository import ROOT
 from tests.serving.programs import prompt
@@ -39,29 +41,25 @@ def started(options, log, **environment):
     return process, f"http://127.0.0.1:{port}"
 
 
-def get(address):
-    with urlopen(address, timeout=30) as reply:
-        return reply.read().decode()
-
-
 @pytest.fixture
 def server(tmp_path):
-    """The address of a server that answers."""
+    """A client of a server that answers."""
     log = tmp_path / "log"
     # metrics of all processes together
     process, address = started(KEEP_ALL, log, PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=300, max_retries=0)
     end = time.monotonic() + _SECONDS
     try:
-        while True:
-            try:
-                get(f"{address}/health")
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(openai.APIConnectionError):
+                client.models.list()
                 break
-            except (URLError, ConnectionError):
-                assert process.poll() is None and time.monotonic() < end, log.read_text(errors="replace")[-3000:]
-                time.sleep(1)
-        yield address
+            time.sleep(1)
+        else:
+            pytest.fail(log.read_text(errors="replace")[-3000:])
+        yield client
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         try:
             process.wait(60)
         except subprocess.TimeoutExpired:
@@ -69,14 +67,12 @@ def server(tmp_path):
             process.wait()
 
 
-def complete(address, tokens, **options):
+def complete(client, tokens, **options):
     """Following tokens and their log-probabilities."""
-    asked = {"model": MODEL, "prompt": tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **options}
-    asked |= {"logprobs": 1, "return_tokens_as_token_ids": True}
-    request = Request(f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"})
-    with urlopen(request, timeout=300) as reply:
-        told = json.load(reply)["choices"][0]["logprobs"]
-    return [int(token.removeprefix("token_id:")) for token in told["tokens"]], told["token_logprobs"]
+    given = {"ignore_eos": True, "return_tokens_as_token_ids": True, **options}
+    asked = {"model": MODEL, "prompt": tokens, "max_tokens": 4, "temperature": 0, "logprobs": 1}
+    told = client.completions.create(**asked, extra_body=given).choices[0].logprobs
+    return [int(token.removeprefix("token_id:")) for token in told.tokens], told.token_logprobs
 
 
 def test_answers_over_http_are_the_stock_backend_s(written, server):
@@ -87,13 +83,13 @@ def test_answers_over_http_are_the_stock_backend_s(written, server):
         assert tokens == right["tokens"]
         for token, logprob, likely in zip(tokens, logprobs, right["logprobs"], strict=True):
             assert abs(logprob - likely[str(token)]) < NEAR
-    with pytest.raises(HTTPError):
+    with pytest.raises(openai.BadRequestError):
         complete(server, [0] * 9000)
-    with pytest.raises(HTTPError, match="400"):
+    with pytest.raises(openai.BadRequestError):
         complete(server, prompt(300), vllm_xargs={"flexmask_gamma": 2})
     assert complete(server, prompt(3001), vllm_xargs={"flexmask_dense": True})[0] == expected["whole"][0]["tokens"]
     # every row of three prompts, whose last chunks are longer than a block, and of the one that asked for dense attention
-    told = get(f"{server}/metrics")
+    told = urlopen(str(server.base_url).replace("/v1/", "/metrics")).read().decode()
     assert 'flexmask:prefill_tokens_total{attention="sparse"} 11001.0' in told
     assert 'flexmask:prefill_tokens_total{attention="dense"} 3001.0' in told
 
