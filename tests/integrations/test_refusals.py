@@ -106,6 +106,8 @@ def test_continuous_batching_is_refused(model, tokens):
 
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def bert(**options):
     return transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SIZES, **options))
 

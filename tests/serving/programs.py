@@ -67,6 +67,9 @@ class Asked:
     generate: Callable[..., Any]
     empty_cache: Callable[[], None]
     refusal: type[Exception] = ValueError
+    # as `QUESTIONS` and `prompt`
+    questions: Mapping[str, Any] = QUESTIONS
+    prompt = staticmethod(prompt)
 
     def budget(self, rows: int) -> None:
         """Set the most rows of a step, where the engine lets it be set."""
@@ -74,9 +77,9 @@ class Asked:
     def ask(self, name: str) -> Any:
         if hasattr(self, name):
             return getattr(self, name)()
-        rows, prompts, tokens = QUESTIONS[name]
+        rows, prompts, tokens = self.questions[name]
         self.budget(rows)
-        return self.generate([prompt(*each) for each in prompts], tokens)
+        return self.generate([self.prompt(*each) for each in prompts], tokens)
 
     def prefix_hits(self) -> Any:
         """The same prompt again, and one with the same beginning."""

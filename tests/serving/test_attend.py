@@ -85,6 +85,25 @@ def test_sizes_of_the_warm_up():
     assert grouped_sizes(layer_of(), (4096, 8192), CPU) == []
 
 
+@pytest.mark.parametrize("largest", [(2048, 2048), (512, 2048), (64, 2048)])
+def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
+    layer = layer_of(**FEW_HEADS)
+    sizes = grouped_sizes(layer, largest, CPU)
+    found = [(heads_together(layer, size, CPU), size[0] == size[1]) for size in sizes]
+    reached = set()
+    for tokens in range(160, largest[1] + 1, 32):
+        for size in ((tokens, tokens), (min(largest[0], tokens - 64), tokens)):
+            heads = heads_together(layer, size, CPU)
+            if size[0] <= largest[0] and heads < 4:
+                reached.add((heads, size[0] == size[1]))
+    assert len(reached) >= 2
+    for kind in reached:
+        assert found.count(kind) >= 2
+        first, second = (size for size, same in zip(sizes, found, strict=True) if same == kind)
+        assert first[0] != second[0]
+        assert first[1] != second[1]
+
+
 @pytest.mark.attention
 @pytest.mark.slow
 def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():

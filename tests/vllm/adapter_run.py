@@ -15,10 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask import sparse_prefill
-from tests.serving.programs import QUESTIONS, prompt
+from tests.serving import programs
 from tests.vllm import random_models
-from tests.vllm.engine_run import MIXTURE_CHUNK, MIXTURE_PAGE, latent_chunk
-from tests.vllm.engines import ENGINES, MIXTURES, MODEL
+from tests.vllm.engines import ENGINES, LATENT_ON_CUDA, MIXTURES, MODEL
+
+# tokens, of which attention takes no fewer bytes than a state
+PAGE_OF_STATES = 544
 
 
 @torch.no_grad()
@@ -38,24 +40,26 @@ def log_probabilities(model, tokens, chunk, options, least_rows):
 def main(*words_and_out):
     *words, out = words_and_out
     device = "cuda" if "cuda" in words else "cpu"
-    mixtures, least_rows = MIXTURES.keys() & set(words), 2
-    # engines, and prompts with rows of a chunk
+    mixtures = MIXTURES.keys() & set(words)
     if mixtures:
         engines = [f"{name}{kind}" for name in mixtures for kind in ("_stock", "_half")]
-        # chunks end at pages, whose states are kept
-        chunk = MIXTURE_PAGE if ENGINES[engines[0]].arguments["enable_prefix_caching"] else MIXTURE_CHUNK
-        asked = {"chunks": (random_models.prompt(1800)[:1700], chunk)}
-    elif "latent" in words:
-        engines, tokens = ["latent_sparse", "latent_half"], random_models.prompt(1500)
-        asked = {"whole": (tokens, len(tokens)), "odd_chunks": (tokens, latent_chunk(device))}
-        # FLASH_ATTN_MLA decodes the others
-        least_rows = 2 if device == "cpu" else 513
     else:
-        engines = ["sparse", "flexprefill", "by_head"]
-        chunked = {name: QUESTIONS[name] for name in ("whole", "chunks", "odd_chunks")}
-        asked = {name: (prompt(*prompts[0]), chunk) for name, (chunk, prompts, _) in chunked.items()}
+        engines = ["latent_sparse", "latent_half"] if "latent" in words else ["sparse", "flexprefill", "by_head"]
     engine = ENGINES[engines[0]]
-    path = MODEL if engine.model is None else engine.model(Path(out).with_suffix(".model"))
+    path, prompt = MODEL, programs.prompt
+    if engine.model is not None:
+        path, prompt = engine.model(Path(out).with_suffix(".model")), random_models.prompt
+    questions = LATENT_ON_CUDA if "latent" in words and device == "cuda" else engine.questions
+    asked = {
+        name: (prompt(*prompts[0]), chunk)
+        for name, (chunk, prompts, _) in questions.items()
+        if name in ("whole", "chunks", "odd_chunks")
+    }
+    if engine.arguments.get("enable_prefix_caching"):
+        # chunks end at pages, whose states are kept
+        asked = {name: (tokens, PAGE_OF_STATES) for name, (tokens, _) in asked.items()}
+    # FLASH_ATTN_MLA decodes the others
+    least_rows = 513 if questions is LATENT_ON_CUDA else 2
     dtype = "bfloat16" if {"cuda", "bfloat16"} & set(words) else engine.arguments.get("dtype", "float32")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
     results = {

@@ -83,7 +83,6 @@ def _pairs():
         yield f"planted {name} and stock", "odd_chunks", (name, "odd_chunks"), ("stock", "odd_chunks")
     for name in _OTHERS:
         yield f"{name}_stock in other chunks", "whole", (f"{name}_stock", "whole"), (f"{name}_stock", "odd_chunks")
-        yield f"{name} in chunks and {name}_stock whole", "odd_chunks", (name, "odd_chunks"), (f"{name}_stock", "whole")
 
 
 def rows(runs):
@@ -130,9 +129,6 @@ def main(folder, out):
             file.write(json.dumps(each) + "\n")
             numbers = f"mean {each['mean']:.2e}  p99 {each['p99']:.2e}  most {each['most']:.2e}"
             print(f"{each['compared']:45} {each['asked']:12} tokens {each['tokens_alike']}/{each['tokens']}  {numbers}")
-    for name, run in runs.items():
-        print(name, run.get("backends"), run.get("counters"), "compiled by requests:", run.get("compiled_by_requests"))
-        print(name, run.get("roles"))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,7 @@ from unittest.mock import patch
 from tests.serving import programs
 from tests.serving.programs import plan_one_token_off, prompt
 from tests.vllm import random_models
-from tests.vllm.engines import ENGINES, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
-
-# rows, between one page of a mixture and two
-MIXTURE_CHUNK = 777
-# tokens, of which attention takes no fewer bytes than a state
-MIXTURE_PAGE = 544
+from tests.vllm.engines import ENGINES, LATENT, LATENT_ON_CUDA, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
 
 def main(name: str, *device_and_out: str) -> None:
@@ -34,90 +29,45 @@ def main(name: str, *device_and_out: str) -> None:
     if engine.model is not None:
         given |= {"model": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True, "max_model_len": 2048}
     common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
-    common |= {
-        "max_num_batched_tokens": 777 if engine.asks in ("in_777s", "with_scales") else MOST_TOKENS,
-        "num_gpu_blocks_override": PAGES,
-    }
+    common |= {"max_num_batched_tokens": engine.rows, "num_gpu_blocks_override": PAGES}
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
-    asked = Asked(LLM(**{**common, **given, **engine.arguments}))
-    answers = asked.counted(engine.asks) if isinstance(engine.asks, tuple) else getattr(asked, engine.asks)()
-    results = {**answers, "backends": asked.backends(), "roles": asked.roles()}
-    if engine.with_faults:
-        results["faults"] = {name: asked.under(fault, "odd_chunks") for name, fault in faults()}
+    asked = Asked(LLM(**{**common, **given, **engine.arguments}), engine, device)
+    before = compilations()
+    results = {each: asked.ask(each) for each in engine.asks}
     # of this process
-    results.setdefault("counters", asked.counts())
+    results |= {"compiled_by_requests": compilations() - before, "counters": asked.counts()}
+    results |= {"backends": asked.backends(), "roles": asked.roles(), "page_sizes": asked.page_sizes()}
+    results["faults"] = {each: asked.under(fault, engine.asks) for each, fault in faults() if each in engine.faults}
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 class Asked(programs.Asked):
-    def __init__(self, llm):
+    def __init__(self, llm, engine, device):
         from vllm.exceptions import VLLMValidationError
 
         self.llm, self.refusal = llm, VLLMValidationError
+        self.has_budget = engine.ranks == 1 and engine.rows == MOST_TOKENS
+        self.layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        self.questions = LATENT_ON_CUDA if engine.questions is LATENT and device == ["cuda"] else engine.questions
+        if engine.model is not None:
+            self.prompt = random_models.prompt
+        if engine.arguments.get("kv_cache_dtype") == "fp8":
+            # scales that are not 1
+            for layer in self.layers:
+                layer._k_scale.fill_(0.06)
+                layer._v_scale.fill_(0.03)
+                layer._k_scale_float, layer._v_scale_float = 0.06, 0.03
 
-    def counted(self, questions):
-        """Answers, and how much the requests compiled and counted."""
-        before = compilations()
-        results = {name: self.ask(name) for name in questions}
-        return {**results, "compiled_by_requests": compilations() - before, "counters": self.counts()}
-
-    def in_777s(self):
-        """For an engine with steps of 777 rows, which may be in another process."""
-        self.budget = lambda rows: None
-        return {name: self.ask(name) for name in ("odd_chunks", "mixed")}
-
-    def with_scales(self):
-        """With an FP8 cache whose scales are not 1."""
-        for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values():
-            layer._k_scale.fill_(0.06)
-            layer._v_scale.fill_(0.03)
-            layer._k_scale_float, layer._v_scale_float = 0.06, 0.03
-        return self.in_777s()
-
-    def of_random_model(self):
-        tokens = random_models.prompt(1500)
-        return self.whole_and_in_chunks([tokens, tokens[:700]], 1, 333)
-
-    def of_latent_model(self):
-        tokens = random_models.prompt(1500)
-        prompts = [tokens, tokens[:40], tokens[:700], tokens[300:330], tokens[100:900]]
-        chunk = latent_chunk(self.llm.llm_engine.vllm_config.device_config.device_type)
-        return self.whole_and_in_chunks(prompts, 3, chunk, tokens=6)
-
-    def whole_and_in_chunks(self, prompts, number, chunk, **options):
-        """All prompts, and the first ones again."""
-        whole = self.generate(prompts, **options)
-        self.scheduler.scheduler_config.enable_chunked_prefill = True
-        self.budget(chunk)
-        return {"whole": whole, "odd_chunks": self.generate(prompts[:number], **options)}
-
-    def of_mixture(self):
-        """Chunks of two prompts and a short one, a prompt whose beginning may be cached, and chunks that read other pages."""
-        tokens = random_models.prompt(1800)
-        self.budget(MIXTURE_CHUNK)
-        chunks = self.generate([tokens[:1700], tokens[:700], tokens[5:45]], tokens=6)
-        longer = self.generate([tokens], tokens=6, scored=False)
-        faults = {"second_page_twice": self.with_second_page_twice([tokens[:1700]], tokens=6)}
-        pages = {
-            layer.kv_cache.shape[2]
-            for layer in self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-            if hasattr(layer, "impl")
-        }
-        return {"chunks": chunks, "longer": longer, "faults": faults, "page_sizes": sorted(pages)}
-
-    def with_second_page_twice(self, *arguments, **options):
-        """A fault: later chunks read the second page in the place of the first too."""
-        import torch
-
-        from flexmask.integrations.vllm import builder
-
-        right = builder.PageTable
-        with patch.object(builder, "PageTable", lambda table, tokens: right(torch.cat([table[1:2], table[1:]]), tokens)):
-            return self.generate(*arguments, **options)
+    def longer(self):
+        """A prompt whose beginning may be cached."""
+        return self.generate([random_models.prompt(0, 1800)], tokens=6, scored=False)
 
     def budget(self, tokens):
-        """Most rows of a step, which vLLM reads in every step."""
-        self.scheduler.max_num_scheduled_tokens = tokens
+        """Most rows of a step, which vLLM reads in every step; another process's stay."""
+        if self.has_budget:
+            self.scheduler.max_num_scheduled_tokens = tokens
+            # off for latent attention on CPUs
+            self.scheduler.scheduler_config.enable_chunked_prefill = True
 
     @property
     def scheduler(self):
@@ -125,8 +75,11 @@ class Asked(programs.Asked):
 
     def backends(self):
         """Attention backends of the engine's layers, by full name."""
-        layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-        return sorted({each.get_attn_backend().full_cls_name()[1] for each in layers if hasattr(each, "get_attn_backend")})
+        return sorted({each.get_attn_backend().full_cls_name()[1] for each in self.layers if hasattr(each, "get_attn_backend")})
+
+    def page_sizes(self):
+        caches = [layer.kv_cache for layer in self.layers if hasattr(layer, "impl")]
+        return sorted({cache.shape[2] for cache in caches if cache.ndim == 4})
 
     @property
     def engine(self):
@@ -178,16 +131,18 @@ class Asked(programs.Asked):
             finished += [each for each in engine.step() if each.finished]
         return [answer(each) for each in finished if each.request_id.startswith("kept")]
 
-    def under(self, fault, name):
+    def under(self, fault, names):
         with fault:
-            return self.ask(name)
+            return self.ask("odd_chunks" if "odd_chunks" in names else "chunks")
 
 
 def faults():
-    """Patches: a later chunk reads another request's page, or misses the last cached token."""
-    from flexmask.integrations.vllm import pages
+    """Patches: a later chunk reads another request's page, misses the last cached token, or reads the second page twice."""
+    import torch
 
-    right = pages.PageTable.__init__
+    from flexmask.integrations.vllm import builder, pages
+
+    table_of, right = builder.PageTable, pages.PageTable.__init__
 
     def wrong(page_table, table, tokens):
         table = table.clone()
@@ -195,12 +150,9 @@ def faults():
         right(page_table, table, tokens)
 
     yield "another_page", patch.object(pages.PageTable, "__init__", wrong)
+    twice = lambda table, tokens: table_of(torch.cat([table[1:2], table[1:]]), tokens)  # noqa: E731
+    yield "second_page_twice", patch.object(builder, "PageTable", twice)
     yield "offset_off_by_one", patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off)
-
-
-def latent_chunk(device):
-    """Rows of a chunk: on a GPU more than the 512 that FLASH_ATTN_MLA decodes."""
-    return 333 if device == "cpu" else 605
 
 
 def sampling(tokens, **options):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.serving.programs import CHOSEN
+from tests.serving.programs import CHOSEN, QUESTIONS
 from tests.vllm import random_models
 
 MODEL = "bench/retriever/model"
@@ -34,20 +34,30 @@ HALF = {**SPARSE, "gamma": 0.5, "min_budget": 64}
 BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 
+# of random models, as `QUESTIONS`: rows, beginnings and ends of prompts, new tokens
+WHOLE = {"whole": (MOST_TOKENS, [(0, 1500), (0, 700)], 4), "odd_chunks": (333, [(0, 1500)], 4)}
+_PROMPTS = [(0, 1500), (0, 40), (0, 700), (300, 330), (100, 900)]
+LATENT = {"whole": (MOST_TOKENS, _PROMPTS, 6), "odd_chunks": (333, _PROMPTS[:3], 6)}
+# more than the 512 rows that FLASH_ATTN_MLA decodes
+LATENT_ON_CUDA = {**LATENT, "odd_chunks": (605, _PROMPTS[:3], 6)}
+# chunks between one page of a mixture and two, and a prompt whose beginning may be cached
+MIXED = {"chunks": (777, [(0, 1700), (0, 700), (5, 45)], 6)}
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
 ALL = (*SPARSELY, "rechunked", "short", "prefix_hits", "preempted", "aborted")
 
 
 class Engine(NamedTuple):
-    """Options of flexmask (None: the stock backend), questions or a method that asks several, and more arguments of vLLM."""
+    """Options of flexmask (None: the stock backend), questions by name, and more arguments of vLLM."""
 
     options: dict[str, Any] | None
-    asks: tuple[str, ...] | str = ALL
+    asks: tuple[str, ...] = ALL
     model: Callable[[Path], str] | None = None  # writes one; None: the retriever
+    questions: Mapping[str, Any] = QUESTIONS
     ranks: int = 1
+    rows: int = MOST_TOKENS  # most of a step; fewer than all cannot be changed
     kernel: str = "FLASH_ATTN"
     arguments: Mapping[str, Any] = {}
-    with_faults: bool = False
+    faults: tuple[str, ...] = ()
 
 
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
@@ -57,7 +67,11 @@ _NATIVE_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_e
 
 
 def _latent(options, **others):
-    return Engine(options, "of_latent_model", random_models.deepseek, arguments=_NATIVE_ROPE, **others)
+    return Engine(options, tuple(LATENT), random_models.deepseek, LATENT, arguments=_NATIVE_ROPE, **others)
+
+
+def _random(options, model):
+    return Engine(options, tuple(WHOLE), model, WHOLE)
 
 
 # models whose layers are of several kinds. On CPUs Mamba 2 keeps no states inside a prompt, which cached prefixes need, and gated
@@ -72,7 +86,7 @@ MIXTURES: dict[str, tuple[Callable[[Path], str], dict[str, Any]]] = {
 
 ENGINES = {
     "stock": Engine(None, (*ALL, *CHOSEN)),
-    "keep_all": Engine(KEEP_ALL, with_faults=True),
+    "keep_all": Engine(KEEP_ALL, faults=("another_page", "offset_off_by_one")),
     "sparse": Engine(SPARSE, (*ALL, *CHOSEN)),
     "half": Engine({**SPARSE, "gamma": 0.5}, ("beside_each_other_plainly",)),
     "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, SPARSELY),
@@ -86,27 +100,27 @@ ENGINES = {
     "triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
     # over two GPUs, in chunks of 777
     "two_ranks": Engine(BY_HEAD, ("whole",), ranks=2),
-    "stock_on_two": Engine(None, "in_777s", ranks=2),
-    "keep_all_on_two": Engine(KEEP_ALL, "in_777s", ranks=2),
+    "stock_on_two": Engine(None, ("odd_chunks", "mixed"), ranks=2, rows=777),
+    "keep_all_on_two": Engine(KEEP_ALL, ("odd_chunks", "mixed"), ranks=2, rows=777),
     # every other layer has a window; all have a soft cap, or sinks
-    "windows_stock": Engine(None, "of_random_model", random_models.gemma),
-    "windows": Engine(KEEP_ALL, "of_random_model", random_models.gemma),
-    "sinks_stock": Engine(None, "of_random_model", random_models.gpt_oss),
-    "sinks": Engine(KEEP_ALL, "of_random_model", random_models.gpt_oss),
+    "windows_stock": _random(None, random_models.gemma),
+    "windows": _random(KEEP_ALL, random_models.gemma),
+    "sinks_stock": _random(None, random_models.gpt_oss),
+    "sinks": _random(KEEP_ALL, random_models.gpt_oss),
     # sinks in the layers with windows
-    "both_stock": Engine(None, "of_random_model", random_models.laguna),
-    "both": Engine(KEEP_ALL, "of_random_model", random_models.laguna),
-    "fp8_stock": Engine(None, "with_scales", arguments=_FP8),
-    "fp8": Engine(KEEP_ALL, "with_scales", arguments=_FP8),
+    "both_stock": _random(None, random_models.laguna),
+    "both": _random(KEEP_ALL, random_models.laguna),
+    "fp8_stock": Engine(None, ("odd_chunks", "mixed"), rows=777, arguments=_FP8),
+    "fp8": Engine(KEEP_ALL, ("odd_chunks", "mixed"), rows=777, arguments=_FP8),
     # whole prompts at once, and in chunks
     "latent_stock": _latent(None, kernel="FLASH_ATTN_MLA"),
     "latent": _latent(KEEP_ALL),
     "latent_sparse": _latent(SPARSE),
     "latent_half": _latent(HALF),
     **{
-        f"{name}{suffix}": Engine(options, "of_mixture", model, arguments=arguments)
+        f"{name}{suffix}": Engine(options, ("chunks", "longer"), model, MIXED, arguments=arguments, faults=faults)
         for name, (model, arguments) in MIXTURES.items()
-        for suffix, options in (("_stock", None), ("", KEEP_ALL), ("_half", HALF))
+        for suffix, options, faults in (("_stock", None, ()), ("", KEEP_ALL, ("second_page_twice",)), ("_half", HALF, ()))
     },
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),

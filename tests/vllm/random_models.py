@@ -8,8 +8,8 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _WINDOW = 200
 
 
-def prompt(length):
-    return random.Random(0).choices(range(4, _VOCABULARY - 12), k=length)
+def prompt(start, stop):
+    return random.Random(0).choices(range(4, _VOCABULARY - 12), k=stop)[start:]
 
 
 def saved(folder, kind, change=lambda model: None, config=None, **options):
