@@ -143,7 +143,6 @@ def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": False}, "an encoder"),
         ({"model_type": "bloom"}, "must go through transformers' attention interface"),
         ({"model_type": "llama4_text", "num_hidden_layers": 4}, "chunked attention"),
     ],

@@ -28,6 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import flexmask.integrations.huggingface as flexmask_hf
+from bench.tables import markdown_table
 from flexmask.base.inputs import AttentionInputs
 from tests.expected import masked_attention, pairs_under
 from tests.integrations import common
@@ -133,24 +134,26 @@ def page(releases: list[dict[str, list[str]]]) -> str:
         cells = tuple(_cell(*found.get(name, ("-", "")), notes) for found in releases)
         types.setdefault(cells, []).append(f"`{name}`")
     runs = [f"{h[0]} on {h[1]}, {len(found)} types, {h[2]}" for h, found in zip(headings, releases, strict=True)]
-    lines = [f"Run: {'; '.join(runs)}. `python -m tests.integrations.sweep` writes this file.", ""]
+    runs = [f"{h[0]} on {h[1]}, {len(found)} types, {h[2]}" for h, found in zip(headings, releases, strict=True)]
     heads = [heading[0] for heading in headings]
-    rule = "|---" * (len(heads) + 1) + "|"
-    lines += [_row("", *heads, ""), f"|---{rule}"]
     counts = [Counter(verdict for verdict, _ in found.values()) for found in releases]
     totals = {verdict: [count[verdict] for count in counts] for verdict in MEANINGS}
-    lines += [_row(verdict, *own, MEANINGS[verdict]) for verdict, own in totals.items() if any(own)]
-    lines += ["", "## By type", "", "`-`: not in this release. Numbers refer to the notes below.", ""]
+    sums = [[verdict, *map(str, own), MEANINGS[verdict]] for verdict, own in totals.items() if any(own)]
     # in the order of `MEANINGS`, by the newest release that has the types
     order = [*MEANINGS, "-"]
     rows = sorted(types.items(), key=lambda row: [order.index(cell.partition(" (")[0]) for cell in row[0]])
-    lines += [_row(*heads, "types"), rule, *(_row(*cells, ", ".join(each)) for cells, each in rows)]
-    lines += ["", "## Notes", "", *(f"{number}. {note}" for note, number in notes.items())]
+    lines = [
+        f"Run: {'; '.join(runs)}. `python -m tests.integrations.sweep` writes this file.",
+        *markdown_table(["", *heads, ""], sums),
+        "## By type",
+        "",
+        "`-`: not in this release. Numbers refer to the notes below.",
+        *markdown_table([*heads, "types"], [[*cells, ", ".join(each)] for cells, each in rows]),
+        "## Notes",
+        "",
+        *(f"{number}. {note}" for note, number in notes.items()),
+    ]
     return PATH.read_text(encoding="utf-8").partition("Run: ")[0] + "\n".join(lines) + "\n"
-
-
-def _row(*cells: Any) -> str:
-    return f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |")
 
 
 def _cell(verdict: str, note: str, notes: dict[str, int]) -> str:

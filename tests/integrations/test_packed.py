@@ -27,12 +27,11 @@ def positions_of(bounds):
 
 
 def arguments(form, bounds=BOUNDS):
-    """A collator's keywords: restarting positions, bounds by flash-attn's names, or both."""
+    """A collator's keywords: restarting positions, or bounds by flash-attn's names."""
     bounds = torch.tensor(bounds, dtype=torch.int32)
     longest = int(bounds.diff().max())
     flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    positions = {"position_ids": positions_of(bounds.tolist())}
-    return {"use_cache": False, **{"positions": positions, "bounds": flash, "both": {**positions, **flash}}[form]}
+    return {"use_cache": False, **(flash if form == "bounds" else {"position_ids": positions_of(bounds.tolist())})}
 
 
 def one_by_one(model, tokens, bounds=BOUNDS):

@@ -11,6 +11,8 @@ from typing import Any
 
 from tests.repository import ROOT
 
+ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
 
 def written_by(folder: Path, environment: Mapping[str, str]) -> Callable[..., dict[str, Any]]:
     """Run a module of tests with words and a file to write, if it was not run before; gives its JSON, log and exit status."""

@@ -13,19 +13,12 @@ from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_ste
 from flexmask.integrations.serving.startup import roles_line
 
 
-def test_decoding_rows_short_chunks_and_long_prefills_share_a_step():
-    # two that decode, a short prompt, a late chunk, a whole prompt, one row of a prompt
-    plan = plan_step([0, 1, 2, 42, 742, 1042, 1043], [900, 31, 40, 5000, 300, 800], DensePolicy(256, 64))
-    assert plan.sparse == (SparseRequest(3, 42, 742, 5000), SparseRequest(4, 742, 1042, 300))
-    assert plan.stock == (StockRun(0, 3, 0, 42), StockRun(5, 6, 1042, 1043))
-    assert (plan.sparse_tokens, plan.dense_tokens) == (1000, 40)
-
-
 def test_a_request_s_own_gamma_and_dense_attention_are_planned():
     chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
-    plan = plan_step(range(0, 1201, 300), [300] * 4, DensePolicy(256, 64), None, chosen)
+    # the last one decodes
+    plan = plan_step([*range(0, 1201, 300), 1201], [300] * 4 + [900], DensePolicy(256, 64), None, chosen)
     assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
-    assert plan.stock == (StockRun(2, 3, 600, 900),)
+    assert plan.stock == (StockRun(2, 3, 600, 900), StockRun(4, 5, 1200, 1201))
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
 
 
@@ -53,6 +46,7 @@ def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
         if is_prefill and stop - start >= least_rows and length >= dense_below
     ]
     assert list(plan.sparse) == expected
+    assert plan.sparse_tokens == sum(each.stop - each.start for each in expected)
     covered = sorted((each.start, each.stop) for each in (*plan.sparse, *plan.stock))
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]

@@ -19,18 +19,14 @@ import torch
 
 from tests.repository import ROOT
 from tests.serving import programs
-from tests.serving.programs import CHOSEN, prompt
+from tests.serving.programs import CHOSEN, ENGINE_ENVIRONMENT, prompt
 from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
 
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
+    **ENGINE_ENVIRONMENT,
     "SGLANG_USE_CPU_ENGINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     # an engine may stand on the path too
-    "PYTHONPATH": os.pathsep.join(
-        [str(ROOT), str(ROOT / "tests/sglang/names_only"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/sglang/names_only"), os.environ.get("PYTHONPATH", "")]),
 }
 CHUNK = 777
 SAME = ("odd_chunks", "mixed", "short", "prefix_hits")

@@ -92,15 +92,12 @@ def test_scales_of_an_fp8_cache(kind):
         torch.testing.assert_close(ours.step([(0, before, rows)]), wanted)
 
 
-def test_padding_rows_are_zero():
-    out = Served(KEEP_ALL).step([(0, 0, 200)], padding=24)
-    assert out.shape[0] == 224
-    assert torch.count_nonzero(out[:200]) and not torch.count_nonzero(out[200:])
-
-
-def test_an_output_that_sglang_gives_is_written_into():
-    given = torch.full((200, HEADS * DIM), math.nan)
-    out = Served(KEEP_ALL).step([(0, 0, 200)], _attn_output=given)
+def test_padding_rows_are_zero_in_an_output_that_sglang_may_give():
+    given = torch.full((224, HEADS * DIM), math.nan)
+    for options in ({}, {"_attn_output": given}):
+        out = Served(KEEP_ALL).step([(0, 0, 200)], padding=24, **options)
+        assert out.shape[0] == 224
+        assert torch.count_nonzero(out[:200]) and not torch.count_nonzero(out[200:])
     assert out.data_ptr() == given.data_ptr() and not given.isnan().any()
 
 

@@ -46,17 +46,13 @@ def test_layers_that_are_not_served_have_a_reason(layer, reason):
 )
 def test_caches_that_are_not_served_have_a_reason(changes, reason):
     served = Served()
-    for name, value in changes.items():
-        setattr(served.pool, name, value)
-    made = SGLangEngine(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
-    assert list(made.roles.values()) == [reason]
-
-
-def test_the_attention_s_pool_of_a_mixture_decides():
-    served = ServedMixture()
-    served.pool.full_kv_pool.use_hnd = True
-    made = SGLangEngine(served.runner, ServingOptions(KEEP_ALL, "torch_native"))
-    assert list(made.roles.values()) == ["a cache with heads before tokens"]
+    # of a mixture, the attention's pool decides
+    mixture = ServedMixture()
+    for each, pool in ((served, served.pool), (mixture, mixture.pool.full_kv_pool)):
+        for name, value in changes.items():
+            setattr(pool, name, value)
+        made = SGLangEngine(each.runner, ServingOptions(KEEP_ALL, "torch_native"))
+        assert list(made.roles.values()) == [reason]
 
 
 def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():

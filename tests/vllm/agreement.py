@@ -68,7 +68,7 @@ _COMPARED = (
     *((name, "latent_stock", ("whole", "odd_chunks")) for name in _LATENT),
     ("keep_all_on_two", "stock_on_two", ("odd_chunks", "mixed")),
     ("keep_all_on_two", "stock", ("mixed",)),
-    ("two_ranks", "by_head", ("whole",)),
+    ("two_ranks", "by_head", ("odd_chunks",)),
     ("graphs_sparse", "sparse", ("whole", "chunks", "odd_chunks", "mixed")),
 )
 

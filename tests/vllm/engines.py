@@ -4,18 +4,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.serving.programs import CHOSEN, QUESTIONS
+from tests.serving.programs import CHOSEN, ENGINE_ENVIRONMENT, QUESTIONS
 from tests.vllm import random_models
 
 MODEL = "bench/retriever/model"
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
+    **ENGINE_ENVIRONMENT,
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # else a core is set aside
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
 ON_CUDA = {
     "HF_HUB_OFFLINE": "1",
@@ -90,7 +88,7 @@ ENGINES = {
     "sparse": Engine(SPARSE, (*ALL, *CHOSEN)),
     "half": Engine({**SPARSE, "gamma": 0.5}, ("beside_each_other_plainly",)),
     "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, SPARSELY),
-    "by_head": Engine(BY_HEAD, ("whole",)),
+    "by_head": Engine(BY_HEAD, ("whole", "odd_chunks")),
     # the memory-measuring run comes before the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
     # on a GPU: chunks in graphs that are larger than they are
@@ -99,7 +97,7 @@ ENGINES = {
     "triton_stock": Engine(None, kernel="TRITON_ATTN"),
     "triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
     # over two GPUs, in chunks of 777
-    "two_ranks": Engine(BY_HEAD, ("whole",), ranks=2),
+    "two_ranks": Engine(BY_HEAD, ("odd_chunks",), ranks=2, rows=777),
     "stock_on_two": Engine(None, ("odd_chunks", "mixed"), ranks=2, rows=777),
     "keep_all_on_two": Engine(KEEP_ALL, ("odd_chunks", "mixed"), ranks=2, rows=777),
     # every other layer has a window; all have a soft cap, or sinks

@@ -161,13 +161,6 @@ def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, run, written):
     assert mean(ours, half) < 5 * mean(stock, dense)
 
 
-@pytest.mark.parametrize("asked", ["odd_chunks", "mixed"])
-def test_two_ranks_give_the_stock_backend_s_answers_at_gamma_one(asked, run):
-    two = run("keep_all_on_two")
-    assert_same_answers(run("stock")[asked], two[asked])
-    assert "4 of 4 attention layers prefill sparse" in two["log"]
-
-
 def test_requests_compile_no_more_than_the_stock_backend_s(run):
     assert len({run(name)["compiled_by_requests"] for name in ("stock", "keep_all", "sparse", "half")}) == 1
 

@@ -3,9 +3,6 @@
 `tests/vllm/bounds.py` has the bounds, which `tests/serving/test_agreement.py` applies to the committed rows.
 """
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,12 +12,8 @@ from tests.vllm.agreement import rows
 from tests.vllm.bounds import VLLM, beyond
 
 pytest.importorskip("vllm", reason="needs vLLM for CUDA")
-# answers of engines that ran before need no GPU here
-_THERE = bool(os.environ.get("FLEXMASK_VLLM_ANSWERS"))
-pytestmark = [pytest.mark.slow] if _THERE else [pytest.mark.gpu, pytest.mark.slow]
-_FOLDER = Path(os.environ.get("FLEXMASK_VLLM_ANSWERS", "."))
-_OVER_TWO = (_FOLDER / "two_ranks.json").exists() if _THERE else torch.cuda.device_count() > 1
-over_two = pytest.mark.skipif(not _OVER_TWO, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+over_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 @pytest.fixture
