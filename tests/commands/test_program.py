@@ -81,8 +81,6 @@ REFUSED = [
     ("gain", "'MODEL': give a model: its folder, or its name on the hub"),
     ("gain x --model x", "'--model': give the model once"),
     ("gain --model x --prompt x --gama 1", "--gama"),
-    ("gain nowhere/at/all", "'MODEL': no folder nowhere/at/all"),
-    ("gain --model nowhere/at/all --prompt {prompt}", "'MODEL': no folder nowhere/at/all"),
     ("gain nowhere/at/all --tokens 300 --prompt x", "'--tokens': give one of --prompt and --tokens"),
     ("gain {folder} --tokens 1", "'--tokens': must be lengths of at least 2 tokens"),
     ("gain {folder} --tokens many", "'--tokens': must be numbers"),

@@ -106,17 +106,12 @@ def test_a_compiled_model_follows_autocast(prompt):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["errors", "by the loss"])
-def test_options_are_tuned_under_autocast(gradient, prompt):
-    with torch.autocast("cpu", torch.bfloat16):
-        assert 0 < tuned(make_model(), prompt, gradient=gradient).density <= 0.6
-
-
 @pytest.mark.attention
-def test_a_prompt_is_inspected_under_autocast(prompt):
+def test_prompts_are_inspected_and_options_tuned_under_autocast(prompt):
     with torch.autocast("cpu", torch.bfloat16):
-        found = flexmask_hf.inspect_prefill(make_model(), prompt, **SPARSE)
-    assert found.run.stats[0][0].density.max() < 1
+        assert flexmask_hf.inspect_prefill(make_model(), prompt, **SPARSE).run.stats[0][0].density.max() < 1
+        for gradient in (False, True):
+            assert 0 < tuned(make_model(), prompt, gradient=gradient).density <= 0.6
 
 
 @pytest.mark.attention

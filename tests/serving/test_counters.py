@@ -78,13 +78,3 @@ def test_heads_are_looked_at_in_the_first_sparse_step_after_a_log():
     assert counters.statistics == IN_EVERY_STEP
     counters.add_call(0, stats(0.3, coverage=[0.0]), 70, 70)
     assert counters.low_heads() is None
-
-
-def test_a_reason_is_logged_once(caplog):
-    counters = Counters()
-    counters.warn_once("one")
-    assert caplog.messages == []
-    counters.log_to(logging.getLogger("serving"), 60.0)
-    for reason in ("one", "two", "one"):
-        counters.warn_once(reason)
-    assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("one", "two")]

@@ -97,11 +97,12 @@ def test_heads_that_keep_little_are_named_by_layer(caplog):
 
 def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
     ours = Plain(dense_below=0)
+    ours.counters.warn_once("nobody listens yet")
     ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
-    for _ in range(2):
-        plan = ours.plan([0, 300], [300], "a step is odd")
+    for reason in ("a step is odd", "it is even", "a step is odd"):
+        plan = ours.plan([0, 300], [300], reason)
         assert (plan.sparse, plan.dense_tokens) == ((), 300)
-    assert caplog.messages == ["flexmask: attention runs stock: a step is odd"]
+    assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("a step is odd", "it is even")]
 
 
 def test_the_first_sparse_layer_counts_for_all():

@@ -100,15 +100,6 @@ def test_what_runs_stock_is_logged_once(caplog):
     assert (ours.engine.counters.steps, ours.engine.counters.dense_tokens) == (2, 4 * 200 + 400)
 
 
-def test_a_step_that_its_layers_run_stock_counts_as_dense():
-    ours = Served(SPARSE, stock=Noting)
-    for _ in range(2):
-        ours.step([(0, 0, 200), (1, 0, 20)], options={"sinks": torch.ones(4)})
-    assert len(ours.backend.calls) == 2
-    counters = ours.engine.counters
-    assert (counters.steps, counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, 440, None)
-
-
 def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
     """SGLang's Transformers backend keeps them in a dict, and changes their scale at every call."""
     caplog.set_level(logging.INFO)

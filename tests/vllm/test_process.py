@@ -10,21 +10,9 @@ import torch
 
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.vllm.engine import VLLMEngine, engine_of
+from tests.vllm.configs import config_of
 
 GIVEN = {"num_heads": 4, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, "kv_cache_dtype": "auto"}
-
-
-def config_of(options=None, layers=3, **parallel):
-    model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=32768, rswa_window=None, model="a")
-    model.hf_text_config = SimpleNamespace(num_hidden_layers=layers)
-    model.get_total_num_hidden_layers = lambda: layers
-    return SimpleNamespace(
-        additional_config={"flexmask": options or {}},
-        model_config=model,
-        parallel_config=SimpleNamespace(**parallel),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=1024),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-    )
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
@@ -13,18 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from flexmask.integrations.serving.options import RequestOptions
 from flexmask.integrations.vllm import engine as engine_module
 from flexmask.integrations.vllm.registration import read_requests, tell_requests
-
-
-def config_of(backend="CUSTOM", use_ubatching=False, **others):
-    model = SimpleNamespace(hf_config=SimpleNamespace(), hf_text_config=SimpleNamespace(), dtype=torch.float32)
-    return SimpleNamespace(
-        attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
-        additional_config={},
-        model_config=model,
-        parallel_config=SimpleNamespace(use_ubatching=use_ubatching),
-        compilation_config=SimpleNamespace(static_forward_context={}),
-        **others,
-    )
+from tests.vllm.configs import config_of
 
 
 @pytest.fixture
