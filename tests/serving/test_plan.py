@@ -15,10 +15,10 @@ from flexmask.integrations.serving.startup import roles_line
 
 def test_a_request_s_own_gamma_and_dense_attention_are_planned():
     chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
-    # the last one decodes
-    plan = plan_step([*range(0, 1201, 300), 1201], [300] * 4 + [900], DensePolicy(256, 64), None, chosen)
+    # the last two decode
+    plan = plan_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
     assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
-    assert plan.stock == (StockRun(2, 3, 600, 900), StockRun(4, 5, 1200, 1201))
+    assert plan.stock == (StockRun(2, 3, 600, 900), StockRun(4, 6, 1200, 1202))
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
 
 
