@@ -131,7 +131,7 @@ def page(releases: list[dict[str, list[str]]]) -> str:
     types: dict[tuple[str, ...], list[str]] = {}
     headings = [found.pop("") for found in releases]
     for name in sorted({name for found in releases for name in found}):
-        cells = tuple(_cell(*found.get(name, ("-", "")), notes) for found in releases)
+        cells = tuple(_cell(notes, *found.get(name, ("-", ""))) for found in releases)
         types.setdefault(cells, []).append(f"`{name}`")
     runs = [f"{h[0]} on {h[1]}, {len(found)} types, {h[2]}" for h, found in zip(headings, releases, strict=True)]
     runs = [f"{h[0]} on {h[1]}, {len(found)} types, {h[2]}" for h, found in zip(headings, releases, strict=True)]
@@ -156,7 +156,7 @@ def page(releases: list[dict[str, list[str]]]) -> str:
     return PATH.read_text(encoding="utf-8").partition("Run: ")[0] + "\n".join(lines) + "\n"
 
 
-def _cell(verdict: str, note: str, notes: dict[str, int]) -> str:
+def _cell(notes: dict[str, int], verdict: str, note: str) -> str:
     if not note or verdict == "cannot be built here":
         return verdict
     note = re.sub(r"; got \w+, which does not$|^\w+Error: (?=flexmask)|^MaskNotServed: ", "", note)

@@ -14,12 +14,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
-import openai
-
 from tests.repository import ROOT
 from tests.serving.programs import prompt
 from tests.vllm.engines import ENVIRONMENT, KEEP_ALL, MODEL, MOST_TOKENS, PAGE
 
+openai = pytest.importorskip("openai")  # vLLM brings it
 NEAR = 1e-3
 _SECONDS = 400  # to start, on a machine that does other things
 
