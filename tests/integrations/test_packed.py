@@ -123,7 +123,7 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
         ({"cu_seq_lens_k": None}, ValueError, r"cu_seq_lens_q and cu_seq_lens_k must come together; got cu_seq_lens_q alone"),
         ({"cu_seq_lens_q": torch.tensor([0, LENGTH + 1])}, ValueError, r"cu_seq_lens_q must end at total_q = 530; got 531"),
         ({"cu_seq_lens_k": torch.tensor([0.0])}, TypeError, r"cu_seq_lens_k must be integer"),
-        ({"use_cache": True}, NotImplementedError, r"packed sequences \(cu_seq_lens_q\) over a cache"),
+        ({"use_cache": True, "position_ids": positions_of(BOUNDS)}, NotImplementedError, "packed sequences"),
         ({"position_ids": positions_of([0, 100, LENGTH])}, ValueError, r"must name the sequences that position_ids do"),
         (
             {"attention_mask": torch.arange(LENGTH)[None] > 5},
