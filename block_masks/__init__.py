@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexmask.block_masks.flash_prefill import flash_prefill_mask as flash_prefill_mask
-from flexmask.block_masks.flexprefill import flexprefill_mask as flexprefill_mask
-from flexmask.block_masks.hip import hip_mask as hip_mask
-from flexmask.block_masks.hybrid import hybrid_mask as hybrid_mask
-from flexmask.block_masks.infllm import infllm_mask as infllm_mask
-from flexmask.block_masks.minference import minference_mask as minference_mask
-from flexmask.block_masks.oracle import oracle_mask as oracle_mask
-from flexmask.block_masks.positions import causal_mask as causal_mask
-from flexmask.block_masks.positions import lm_infinite_mask as lm_infinite_mask
-from flexmask.block_masks.positions import moa_mask as moa_mask
-from flexmask.block_masks.positions import streaming_llm_mask as streaming_llm_mask
-from flexmask.block_masks.positions import tri_shape_mask as tri_shape_mask
-from flexmask.block_masks.published import published_mask as published_mask
-from flexmask.block_masks.sparge import sparge_mask as sparge_mask
-from flexmask.block_masks.vertical_slash import vertical_slash_mask as vertical_slash_mask
-from flexmask.block_masks.xattention import xattention_mask as xattention_mask
+from flexmask.block_masks.flash_prefill import flash_prefill_mask
+from flexmask.block_masks.flexprefill import flexprefill_mask
+from flexmask.block_masks.hip import hip_mask
+from flexmask.block_masks.hybrid import hybrid_mask
+from flexmask.block_masks.infllm import infllm_mask
+from flexmask.block_masks.positions import causal_mask, lm_infinite_mask, moa_mask, streaming_llm_mask, tri_shape_mask
+from flexmask.block_masks.references import oracle_mask, published_mask
+from flexmask.block_masks.sparge import sparge_mask
+from flexmask.block_masks.vertical_slash import minference_mask, vertical_slash_mask
+from flexmask.block_masks.xattention import xattention_mask
 from flexmask.selector import METHODS as METHODS
 
 # by name, whatever file they stand in

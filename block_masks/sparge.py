@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_real
-from flexmask.base.options import check_share
+from flexmask.base.checks import check_real, check_share
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, running_sums
 from flexmask.method import BlockProblem, method
-from flexmask.plain.pooling import block_means
+from flexmask.plain import block_means
 
 
 def _check(similarity_threshold: float, cdf_threshold: float, topk: float | None, **_: object) -> None:

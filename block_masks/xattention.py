@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.options import check_share
+from flexmask.base.checks import check_share
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, method

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
 from flexmask.base.selection import BlockLists, Selection
-from flexmask.call_options import CallOptions
-from flexmask.dense_policy import CallPlan
+from flexmask.dense_policy import CallOptions, CallPlan
 from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask
-from flexmask.flex.captured_numbers import constant_floats, with_constant_numbers
 from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
 from flexmask.stats import SelectionStats, dense_stats, stats_of
+from flexmask.users_mask import constant_floats, with_constant_numbers
 
 
 class Attended(NamedTuple):

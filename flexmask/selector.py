@@ -10,10 +10,17 @@ from typing import Annotated, Any
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
-from flexmask.base.checks import check_word, plain_number, plain_numbers
-from flexmask.base.head_groups import head_groups, map_bytes
-from flexmask.base.inputs import AttentionInputs, HeadGroup
-from flexmask.base.options import check_block_size, check_count, check_shares, pairs_by_head, shares_by_head
+from flexmask.base.checks import (
+    check_block_size,
+    check_count,
+    check_shares,
+    check_word,
+    pairs_by_head,
+    plain_number,
+    plain_numbers,
+    shares_by_head,
+)
+from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes
 from flexmask.base.selection import Choice
 from flexmask.flex.run import tiled_list_bytes
 from flexmask.users_mask import check_takes_keywords, users_choice

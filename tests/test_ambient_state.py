@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexmask import sparse_attention
-from flexmask.precision import without_tf32
+from flexmask.locking import without_tf32
 from tests.compile_support import counting as counting
 from tests.compile_support import cut, default_dtype, recompilations, set_to
 from tests.interrupts import in_another_thread, interrupted
@@ -86,7 +86,7 @@ def test_tf32_comes_back_after_an_interrupt_at_any_line(matmul_precision, then):
 
     matmul_precision.use_tf32()
     left = 0
-    for place in interrupted(block, ("precision.py", "locking.py")):
+    for place in interrupted(block, ("locking.py",)):
         left += not matmul_precision.is_tf32()
         (in_another_thread if then == "another thread" else lambda work: work())(block)
         assert matmul_precision.is_tf32(), place

@@ -14,9 +14,9 @@ from tests.repository import ROOT, SIDE_FOLDERS
 INDEX = "flexmask"
 # a folder or module imports from those before it only
 ORDER = (
-    "_torch", "base", "plain", "kernels", "locking", "precision", "compilation", "flex", "export", "plot",
-    "stats", "users_mask", "selector", "dense_policy", "call_options", "select", "method", "block_masks", "attend",
-    INDEX, "attention", "varlen", "warming", "settings", "found_settings", "environment",
+    "_torch", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
+    "stats", "users_mask", "selector", "dense_policy", "select", "method", "block_masks", "attend",
+    INDEX, "attention", "varlen", "warming", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip
 # and these from no others

@@ -14,7 +14,7 @@ from flexmask.base.selection import BlockLists, block_lists
 from flexmask.block_masks import hybrid
 from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
 from flexmask.flex.run import run_flex_attention
-from flexmask.plain.vertical_slash import Blocks, extended_lines
+from flexmask.plain import Blocks, extended_lines
 from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs

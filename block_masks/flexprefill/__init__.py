@@ -8,10 +8,8 @@ from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Lines, Number, is_off
-from flexmask.base.checks import check_word
-from flexmask.base.head_groups import plain_bytes
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import check_max_budget, check_share
+from flexmask.base.checks import check_max_budget, check_share, check_word
+from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain

@@ -8,10 +8,8 @@ from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Lines, Number
-from flexmask.base.checks import check_int
-from flexmask.base.head_groups import plain_bytes
-from flexmask.base.inputs import AttentionInputs
-from flexmask.base.options import check_share
+from flexmask.base.checks import check_int, check_share
+from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain

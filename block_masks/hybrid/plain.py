@@ -11,10 +11,9 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.plain.pooling import pooled_scores
-from flexmask.plain.vertical_slash import Blocks as Blocks
-from flexmask.plain.vertical_slash import RepresentativeMass as RepresentativeMass
-from flexmask.plain.vertical_slash import RowMass, line_mass, row_mass
+from flexmask.plain import Blocks as Blocks
+from flexmask.plain import RepresentativeMass as RepresentativeMass
+from flexmask.plain import RowMass, line_mass, pooled_scores, row_mass
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6

@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from flexmask import plain
 from flexmask.attend import attend_heads
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.head_groups import head_groups
-from flexmask.base.inputs import SparseInputs, attention_inputs
+from flexmask.base.inputs import SparseInputs, attention_inputs, head_groups
 from flexmask.base.selection import Selection
 from flexmask.dense_policy import has_causal_kernel
 from flexmask.flex.backend import chosen_backend

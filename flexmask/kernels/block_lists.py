@@ -126,7 +126,7 @@ def kept_blocks(
     last: RepresentativeMass | None = None,
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
-    """Steps 4 and 5, as `flexmask.plain.vertical_slash.kept_blocks`; the map only if `problem.with_map`."""
+    """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
     inputs, edges, kept, with_keep = problem.inputs, problem.packed_edges, lines.kept, problem.with_map
     batch, num_heads, num_kv_blocks = kept.shape[1:]
     num_q_blocks = edges.q_edges.shape[2]

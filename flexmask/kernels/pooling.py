@@ -75,7 +75,7 @@ def query_means(problem: BlockProblem, wanted: Tensor) -> Tensor:
 
 
 def key_means(problem: BlockProblem) -> Tensor:
-    """As `flexmask.plain.pooling.key_means`."""
+    """As `flexmask.plain.key_means`."""
     key = problem.inputs.key
     means = key.new_empty((*key.shape[:2], num_blocks(key.shape[2], problem.block_size), key.shape[3]), dtype=torch.float32)
     _launch(problem, key, means)

@@ -19,7 +19,7 @@ _SHARED_MEMORY = 101_376
 
 
 class BlockSums(NamedTuple):
-    """Peaks of the scores in powers of two, and sums of ``exp2(score - peak)`` (`flexmask.plain.vertical_slash`)."""
+    """Peaks of the scores in powers of two, and sums of ``exp2(score - peak)`` (`flexmask.plain`)."""
 
     # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak, -inf where the row sees nothing of the block; the sum;
     # the sum weighted by how far the row's phase leads the key's (after), and by how far it trails it (before)

@@ -162,7 +162,7 @@ def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:
-    """As `flexmask.plain.vertical_slash.coverage`."""
+    """As `flexmask.plain.coverage`."""
     rows, sums, norms = mass.rows[:, 1:].long(), mass.sums, mass.norms
     q_block = (rows.clamp(min=0) // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     # in place: each map is as large as a quarter of the sums

@@ -9,10 +9,9 @@ from typing import Any
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
-from flexmask.found_settings import found_settings, named_settings
 from flexmask.integrations.huggingface.compat import text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.settings import CONFIG_KEY, PrefillSettings
+from flexmask.settings import CONFIG_KEY, PrefillSettings, found_settings, named_settings
 
 _of_process: PrefillSettings | None = None
 

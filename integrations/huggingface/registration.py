@@ -24,14 +24,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from flexmask._torch import CLASSES_ARE_CONSTANTS, MODULES_ARE_CONSTANTS, is_traced
 from flexmask.base.checks import check_word
 from flexmask.environment import check_transformers
-from flexmask.found_settings import named_settings
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import set_process_settings
 from flexmask.integrations.huggingface.session import own_name, sweep
 from flexmask.integrations.huggingface.wrappers import around, attention_in, code_of, codes, home, is_attention
-from flexmask.settings import PrefillSettings
+from flexmask.settings import PrefillSettings, named_settings
 
 
 def register(

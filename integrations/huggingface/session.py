@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
-from flexmask.found_settings import saved_settings
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
-from flexmask.settings import CONFIG_KEY, PrefillSettings
+from flexmask.settings import CONFIG_KEY, PrefillSettings, saved_settings
 
 SESSION = "_flexmask_session"  # attribute of a model's modules
 _ABSENT = object()

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.head_groups import head_groups
-from flexmask.base.inputs import AttentionInputs, without_autocast
+from flexmask.base.inputs import AttentionInputs, head_groups, without_autocast
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks, num_blocks, token_validity, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.precision import without_tf32
+from flexmask.locking import without_tf32
 
 _MOST_SCORES = 2**24  # at once: 64 MiB in float32
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.call_options import CallOptions
-from flexmask.dense_policy import by_head_dim
+from flexmask.dense_policy import CallOptions, by_head_dim
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats

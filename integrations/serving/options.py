@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from flexmask.base.checks import check_int, check_real, check_word
 from flexmask.dense_policy import DensePolicy
-from flexmask.found_settings import found_settings
-from flexmask.settings import PrefillSettings
+from flexmask.settings import PrefillSettings, found_settings
 
 _FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
 LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_word, plain_numbers
-from flexmask.base.options import check_share
+from flexmask.base.checks import check_share, check_word, plain_numbers
 from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun

@@ -12,11 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.head_groups import head_groups
-from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
+from flexmask.base.inputs import AttentionInputs, SparseInputs, head_groups, without_autocast
 from flexmask.base.scores import capped, widest_float
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
-from flexmask.precision import without_tf32
+from flexmask.locking import without_tf32
 from flexmask.select import select_blocks
 from flexmask.selector import CallSelector, Selector
 

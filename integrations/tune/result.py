@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flexmask.base.checks import check_real
-from flexmask.base.options import check_share
+from flexmask.base.checks import check_real, check_share
 from flexmask.integrations.tune.measured import AtGamma, MeasuredErrors
 from flexmask.settings import PrefillSettings
 

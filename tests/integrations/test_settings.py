@@ -9,9 +9,8 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.found_settings import saved_settings
 from flexmask.integrations.huggingface import model_config
-from flexmask.settings import PrefillSettings
+from flexmask.settings import PrefillSettings, saved_settings
 from tests.integrations.common import SPARSE, padded
 
 
