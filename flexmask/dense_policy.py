@@ -24,9 +24,9 @@ CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43
 
 
 class CallPlan(NamedTuple):
-    """What serves one call: dense attention (`dense_plan`), every visible block (`every_block_plan`), or a selection."""
+    """What serves one call: dense attention, every visible block (`every_block_plan`), or a selection."""
 
-    block_size: int
+    block_size: int  # for which the backend is checked, of dense calls too
     reason: str | None  # why all of it is dense, if it is
     selector: CallSelector | None = None  # chooses the blocks; None: dense attention serves the whole call
     dense_key_heads: tuple[bool, ...] = ()  # of a selector: served by dense attention, as known before any mask is made
@@ -57,7 +57,7 @@ class DensePolicy(NamedTuple):
         if reason is None and fits:
             reason = self.by_selection(keeps_all)
         if reason is not None:
-            return dense_plan(reason, size)
+            return CallPlan(size, reason)
         # in a surrounding compilation nothing orders what empties lists before what reads them
         if not fits or inputs.needs_grad or is_traced():
             return CallPlan(size, None, selector, (False,) * num_kv_heads)
@@ -113,15 +113,10 @@ def by_head_dim(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str
     return None
 
 
-def dense_plan(reason: str, block_size: int) -> CallPlan:
-    """The plan of a call that dense attention serves for `reason`; its backend is checked for `block_size` all the same."""
-    return CallPlan(block_size, reason)
-
-
 def every_block_plan(reason: str, block_size: int, inputs: AttentionInputs) -> CallPlan:
     """The plan of a call that is dense for `reason`, over every visible block unless SDPA's causal kernel serves it."""
     if has_causal_kernel(inputs):
-        return dense_plan(reason, block_size)
+        return CallPlan(block_size, reason)
     causal = METHODS["causal"].checked(block_size, {}).for_inputs(inputs)
     return CallPlan(block_size, reason, causal, (False,) * inputs.key.shape[1])
 

@@ -15,8 +15,7 @@ import torch
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, flash_installed, flash_runs_on
-from flexmask.flex.flash_check import flash_verdict
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import FlashCall, flash_verdict
 
 # changes from plain calls of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {

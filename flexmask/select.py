@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import run_compiled
-from flexmask.flex.block_mask import MaskMod
 from flexmask.selector import METHODS, CallSelector, Selector
 from flexmask.stats import FROM_LISTS, computed, empty
 
@@ -30,15 +29,6 @@ if HAS_TRITON:
 _PLAIN: Steps[plain.RepresentativeMass, plain.Blocks] = plain
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
-
-
-class MethodResult(NamedTuple):
-    """What is computed of a method's choice; a `Selection` names it."""
-
-    lists: BlockLists
-    keep: Tensor | None  # map of kept blocks
-    stats: tuple[Tensor, ...]  # in the order of those wanted
-    mask_mod: MaskMod | None
 
 
 def select_blocks(
@@ -75,7 +65,7 @@ def run_kernels(
     with contextlib.nullcontext() if is_current else torch.cuda.device(device):
         problem = cut_into_blocks(inputs, selector.block_size, _KERNELS, wants_map)
         result = result_of(problem, selector.method.choose, fixed, tensors, statistics)
-    return _selection(selector, result, with_map, statistics)
+    return _finished(selector, result, with_map)
 
 
 def run_plain(
@@ -93,7 +83,7 @@ def run_plain(
         result = plain_result(inputs, *arguments)
     else:
         result = run_compiled(plain_result, (selector.method.name, tuple(fixed.items()), statistics), inputs, *arguments)
-    return _selection(selector, result, with_map, statistics)
+    return _finished(selector, result, with_map)
 
 
 def _in_slices(
@@ -112,15 +102,13 @@ def _in_slices(
     # lists and statistics of the whole map
     variant, kept = ("map", (), statistics), {"kept": torch.cat(maps, 2)}
     result = run_compiled(plain_result, variant, inputs, selector.block_size, from_map, {}, kept, statistics, None)
-    return _selection(selector, result, with_map, statistics)
+    return _finished(selector, result, with_map)
 
 
-def _selection(selector: Selector, result: MethodResult, with_map: bool, statistics: tuple[str, ...]) -> Selection:
-    lists, keep, stats, mask_mod = result
+def _finished(selector: Selector, result: Selection, with_map: bool) -> Selection:
     # without a title all methods share one compiled kernel
-    title = selector.method.name if mask_mod is not None else selector.title if with_map else None
-    by_name = dict(zip(statistics, stats, strict=True))
-    return Selection(lists, keep if with_map else None, by_name, selector.block_size, title, mask_mod)
+    title = selector.method.name if result.mask_mod is not None else selector.title if with_map else None
+    return result.with_fields(keep=result.keep if with_map else None, title=title)
 
 
 def plain_result(
@@ -131,7 +119,7 @@ def plain_result(
     tensors: dict[str, Tensor],
     statistics: tuple[str, ...],
     end: Tensor | None,
-) -> MethodResult:
+) -> Selection:
     """As torch compiles it."""
     return result_of(cut_into_blocks(inputs, block_size, _PLAIN, end=end), choose, fixed, tensors, statistics)
 
@@ -142,13 +130,13 @@ def result_of(
     fixed: dict[str, Any],
     tensors: dict[str, Tensor],
     statistics: tuple[str, ...],
-) -> MethodResult:
+) -> Selection:
     """Run a method's function, and compute the wanted statistics."""
     choice = choose(problem, **fixed, **tensors)
     if not isinstance(choice, Choice):
         choice = from_map(problem, choice)
-    stats = computed(choice, statistics, problem) if statistics else ()
-    return MethodResult(choice.lists, choice.keep, stats, choice.mask_mod)
+    stats = dict(zip(statistics, computed(choice, statistics, problem), strict=True)) if statistics else {}
+    return Selection(choice.lists, choice.keep, stats, problem.block_size, None, choice.mask_mod)
 
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:

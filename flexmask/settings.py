@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -267,17 +267,9 @@ def named_settings(
     return settings
 
 
-class _Parsed(NamedTuple):
-    """Settings, with what they were made of."""
-
-    saved: Any  # the config's own object, which an entry keeps alive
-    copy: Any
-    shape: tuple[Any, ...]
-    settings: PrefillSettings
-
-
-# by id of the object in a config, for calls without a block, which read the config in every layer
-_PARSED: dict[int, _Parsed] = {}
+# for calls without a block, which read the config in every layer; by id of the object in a config, which its entry keeps alive,
+# with a copy of it and the model's shape
+_PARSED: dict[int, tuple[Any, Any, Any, PrefillSettings]] = {}
 _MOST_PARSED = 64
 
 
@@ -287,8 +279,8 @@ def saved_settings(config: Any) -> PrefillSettings | None:
     if saved is None:
         return None
     known = _PARSED.get(id(saved))
-    if known is not None and known.saved is saved and known.copy == saved and known.shape == shape:
-        return known.settings
+    if known is not None and known[1:3] == (saved, shape):
+        return known[3]
     settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
     try:
         settings.check_model(config)
@@ -296,7 +288,7 @@ def saved_settings(config: Any) -> PrefillSettings | None:
         raise ValueError(f"{CONFIG_KEY}: {error}") from None
     if len(_PARSED) >= _MOST_PARSED:
         _PARSED.clear()
-    _PARSED[id(saved)] = _Parsed(saved, copy.deepcopy(saved), shape, settings)
+    _PARSED[id(saved)] = (saved, copy.deepcopy(saved), shape, settings)
     return settings
 
 

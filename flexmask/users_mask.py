@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD, is_traced
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import BlockLists, Choice, Selection, ascending_indices, listed_blocks
+from flexmask.base.selection import BlockLists, Choice, Selection, ascending_indices, kept_and_full
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import MaskMod
 
@@ -38,11 +38,8 @@ def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Choic
         where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
         mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
         _check(mask, f"method {name} must give", inputs, block_size)
-        kept = listed_blocks(mask.kv_num_blocks, mask.kv_indices, visible.shape[-1])
-        full = torch.zeros_like(kept)
-        if mask.full_kv_num_blocks is not None:
-            full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, visible.shape[-1])
-        kept = ((kept | full) & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
+        kept, full = kept_and_full(mask, visible.shape[-1])
+        kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
         full = full & problem.seen.full[:, None]
         lists = BlockLists(*ascending_indices(kept & ~full), *ascending_indices(kept & full))
         return Choice(lists, None, mask_mod=mask.mask_mod)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_rows
-from flexmask.kernels.block_lists import Blocks
+from flexmask.kernels import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
 from flexmask.kernels.visibility import kv_edges_of, row_edges, sees

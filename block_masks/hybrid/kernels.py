@@ -15,8 +15,8 @@ from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans as SplitM
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
 from flexmask.block_masks.hybrid.row_evidence_kernel import squares_of_shares
-from flexmask.kernels.block_lists import MOST_BLOCKS
-from flexmask.kernels.block_lists import Blocks as Blocks
+from flexmask.kernels import MOST_BLOCKS
+from flexmask.kernels import Blocks as Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
 from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass

@@ -91,11 +91,13 @@ def check_plain(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must be used under its FakeTensorMode; got a fake tensor outside of it")
 
 
-def check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
+def _check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
+    """Raise unless `tensor` is plain, with query's dtype and device."""
     if tensor.dtype != query.dtype:
         raise TypeError(f"{name} must have query's dtype {query.dtype}; got {tensor.dtype}")
     if tensor.device != query.device:
         raise ValueError(f"{name} must be on query's device {query.device}; got {tensor.device}")
+    check_plain(name, tensor)
 
 
 def check_argument(name: str, x: Any, layout: str, shape: tuple[int, ...], kind: str, owner: str, like: Tensor) -> None:
@@ -149,8 +151,7 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
     check_plain("query", query)
     if query.dtype not in DTYPES:
         raise TypeError(f"query must be float32, float16 or bfloat16; got {query.dtype}")
-    check_like_query("key", key, query)
-    check_plain("key", key)
+    _check_like_query("key", key, query)
     batch, num_heads, q_len, head_dim = query.shape
     key_batch, num_kv_heads, kv_len, key_head_dim = key.shape
     if batch != key_batch:
@@ -169,8 +170,7 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
 
 def _check_value(value: Tensor, key: Tensor) -> None:
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
-    check_like_query("value", value, key)
-    check_plain("value", value)
+    _check_like_query("value", value, key)
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
             f"value must have key's batch, num_kv_heads and kv_len {tuple(key.shape[:3])}; got {tuple(value.shape[:3])}"

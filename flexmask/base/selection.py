@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 
 class BlockLists(NamedTuple):
@@ -33,6 +34,16 @@ def ascending_indices(keep: Tensor) -> tuple[Tensor, Tensor]:
     rank = torch.where(keep, kept_before, count.unsqueeze(-1) + columns - kept_before)
     indices = torch.zeros_like(kept_before).scatter(-1, rank.long(), torch.where(keep, columns, 0))
     return count, indices
+
+
+def kept_and_full(mask: BlockMask, num_kv_blocks: int) -> tuple[Tensor, Tensor]:
+    """Listed blocks and the full ones among them, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
+    partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices, num_kv_blocks)
+    if mask.full_kv_num_blocks is None:
+        return partial, torch.zeros_like(partial)
+    assert mask.full_kv_indices is not None
+    full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, num_kv_blocks)
+    return partial | full, full
 
 
 def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:

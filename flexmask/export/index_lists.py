@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import KNOWS_LENGTHS
 from flexmask.base.checks import check_int
-from flexmask.base.selection import ascending_indices, listed_blocks
+from flexmask.base.selection import ascending_indices, kept_and_full
 from flexmask.flex.block_mask import parts_of
 
 _DTYPES = (torch.bool, torch.uint8, torch.int32)
@@ -52,7 +52,7 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
     """
     if dtype not in _DTYPES:
         raise TypeError(f"dtype must be one of {', '.join(map(str, _DTYPES))}; got {dtype}")
-    return kept_and_full(mask)[0].to(dtype)
+    return blocks_of(mask)[0].to(dtype)
 
 
 def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     >>> counts[0, 0]
     tensor([1, 2], dtype=torch.int32)
     """
-    counts, indices = ascending_indices(kept_and_full(mask)[0])
+    counts, indices = ascending_indices(blocks_of(mask)[0])
     entry = torch.arange(indices.shape[-1], device=indices.device)
     return torch.where(entry < counts.unsqueeze(-1), indices, fill), counts
 
@@ -114,17 +114,11 @@ def check_index(name: str, value: int, length: int) -> None:
         raise ValueError(f"{name} must be from 0 to {length - 1}; got {value}")
 
 
-def kept_and_full(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Listed blocks and the full ones among them, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
+def blocks_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """`kept_and_full` of any BlockMask."""
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a BlockMask; got {type(mask).__name__}")
-    columns = num_kv_blocks(mask)
-    partial = listed_blocks(mask.kv_num_blocks, mask.kv_indices, columns)
-    if mask.full_kv_num_blocks is None:
-        return partial, torch.zeros_like(partial)
-    assert mask.full_kv_indices is not None
-    full = listed_blocks(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
-    return partial | full, full
+    return kept_and_full(mask, num_kv_blocks(mask))
 
 
 def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:

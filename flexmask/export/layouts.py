@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.checks import check_count
 from flexmask.base.selection import ascending_indices
-from flexmask.export.index_lists import check_index, geometry, kept_and_full, num_kv_blocks
+from flexmask.export.index_lists import blocks_of, check_index, geometry, num_kv_blocks
 
 
 class BsrBlocks(NamedTuple):
@@ -58,7 +58,7 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     >>> blocks.indptr, blocks.indices
     (tensor([0, 1, 3], dtype=torch.int32), tensor([0, 0, 1], dtype=torch.int32))
     """
-    kept, _ = kept_and_full(mask)
+    kept, _ = blocks_of(mask)
     check_index("row", row, kept.shape[0])
     check_index("head", head, kept.shape[1])
     if mask.BLOCK_SIZE[0] != mask.BLOCK_SIZE[1]:
@@ -131,7 +131,7 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
     >>> blocks.mask_block_idx[0, 0, :, 0], blocks.full_block_cnt[0, 0]
     (tensor([0, 1], dtype=torch.int32), tensor([0, 1], dtype=torch.int32))
     """
-    kept, full = kept_and_full(mask)
+    kept, full = blocks_of(mask)
     rows, columns = mask.BLOCK_SIZE
     tile = columns if kv_tile is None else kv_tile
     check_count("kv_tile", tile, 1, "keys")
@@ -200,7 +200,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
         raise NotImplementedError(
             f"FlashInfer's variable block-sparse attention knows causality only inside a block; the mask has {where.hidden_by[0]}"
         )
-    kept = kept_and_full(mask)[0]
+    kept = blocks_of(mask)[0]
     if row is None and kept.shape[0] != 1:
         raise ValueError(f"row must say which of the mask's {kept.shape[0]} prompts to plan: FlashInfer plans one; got None")
     row = 0 if row is None else row

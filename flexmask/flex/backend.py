@@ -24,8 +24,7 @@ from flexmask._torch import (
 )
 from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict, flash_verdict
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import NO_LSE_GRADIENT, FlashCall, Verdict, flash_verdict
 
 BACKENDS = ("auto", "triton", "flash")
 # major compute capability: where FLASH was run, and others with block-sparse kernels in flash-attn-4

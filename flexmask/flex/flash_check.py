@@ -1,4 +1,7 @@
-"""The numeric check of FlexAttention's FLASH kernel, and its verdicts: one per kind of call and device."""
+"""The numeric check of FlexAttention's FLASH kernel, and its verdicts: one per kind of call and device.
+
+A problem of each kind, whose dropped blocks hold large scores, is solved in float64.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, is_traced
-from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.flash_problem import FlashCall, exact_attention, flash_problem, normal_numbers
+from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.scores import capped
+from flexmask.base.selection import Selection, block_lists
+from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
 
 _log = logging.getLogger("flexmask")
@@ -27,6 +33,119 @@ _CAPPED_LSE_TOLERANCE = 1e-2
 # by which the returned log-sum-exp is multiplied; torch before 2.13 returns ln 2 of it (pytorch#181645)
 LSE_FACTORS = (1.0, 1 / math.log(2))
 NO_LSE_GRADIENT = "FlexAttention does not differentiate its log-sum-exp"
+
+
+class FlashCall(NamedTuple):
+    """A kind of call, all of which share a verdict."""
+
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+    block_size: int = 128
+    softcap: bool = False
+    captures: bool = False  # a window, or an offset of row 0
+    padded: bool = False
+    shared: bool = False  # one list of blocks for all heads
+    gradients: bool = False
+
+    @staticmethod
+    def of(inputs: AttentionInputs, block_size: int, shared: bool) -> FlashCall:
+        query, value = inputs.query, inputs.value
+        assert value is not None
+        captures = inputs.window is not None or inputs.offset is not None
+        # not an expression: torch.compile would keep it symbolic
+        if query.shape[2] != inputs.key.shape[2]:
+            captures = True
+        has_softcap, is_padded = inputs.softcap is not None, inputs.attention_mask is not None
+        sizes = (query.shape[3], value.shape[3], block_size)
+        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad)
+
+    def __str__(self) -> str:
+        sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
+        named = {
+            "soft cap": self.softcap,
+            "window and offset": self.captures,
+            "padding": self.padded,
+            "one list for all heads": self.shared,
+            "gradients": self.gradients,
+        }
+        parts = [str(self.dtype).removeprefix("torch."), sizes, f"blocks of {self.block_size}"]
+        return ", ".join(parts + [name for name, is_on in named.items() if is_on])
+
+
+_HEADS, _KV_HEADS = 4, 2
+_SOFTCAP = 5.0
+
+
+class FlashProblem(NamedTuple):
+    inputs: SparseInputs
+    mask: BlockMask
+    visible: Tensor  # (batch, q_len, kv_len) bool: without the lists
+    pairs: Tensor  # (batch, num_heads or 1, q_len, kv_len) bool
+
+
+def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
+    """Inputs of a kind of call: eight blocks of keys and a part of one."""
+    size, with_gradients = call.block_size, call.gradients
+    kv_len = 8 * size + 44
+    offset, window = (3 * size + 20, 4 * size + 30) if call.captures else (0, None)
+    batch, q_len = 2 if call.padded else 1, kv_len - offset
+    token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
+    if call.padded:
+        # no token of the first query block, and a part of the last block's
+        token[0, : offset + size + 9] = False
+        token[1, kv_len - 11 :] = False
+    dtype = call.dtype
+    query = 3 * normal_numbers((batch, _HEADS, q_len, call.head_dim), 0, dtype, device)
+    key = normal_numbers((batch, _KV_HEADS, kv_len, call.head_dim), 1, dtype, device)
+    value = normal_numbers((batch, _KV_HEADS, kv_len, call.v_head_dim), 2, dtype, device)
+    for tensor in (query, key, value):
+        tensor.requires_grad_(with_gradients)
+    scale, softcap, tokens = call.head_dim**-0.5, _SOFTCAP if call.softcap else None, token if call.padded else None
+    inputs = AttentionInputs(query, key, value, scale, softcap, window, tokens, needs_grad=with_gradients).with_offset()
+
+    position, slot = offset + torch.arange(q_len, device=device), torch.arange(kv_len, device=device)
+    back = position[:, None] - slot
+    visible = (back >= 0) & (back < (window or kv_len)) & token[:, position, None] & token[:, None]
+    some, every = _by_block(visible, size, False).any(-1), _by_block(visible, size, True).all(-1)
+    keep = _kept(some.shape, 1 if call.shared else _HEADS, offset // size, device)
+    mask = block_mask(inputs, Selection(block_lists(keep & some[:, None], every), None, {}, size))
+    in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
+    return FlashProblem(inputs, mask, visible, in_kept & visible[:, None])
+
+
+def exact_attention(inputs: AttentionInputs, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to `pairs` in float64 and its log-sum-exp; rows that see nothing give 0 and -inf."""
+    assert inputs.value is not None
+    query = inputs.query.double()
+    key, value = (x.double().repeat_interleave(query.shape[1] // inputs.key.shape[1], 1) for x in (inputs.key, inputs.value))
+    scores = capped(query @ key.mT * inputs.scale, inputs.softcap).masked_fill(~pairs, -math.inf)
+    lse = scores.logsumexp(-1)
+    sees = pairs.any(-1, keepdim=True)
+    return torch.where(sees, (scores - torch.where(sees, lse.unsqueeze(-1), 0.0)).exp(), 0.0) @ value, lse
+
+
+def normal_numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Normal numbers from a generator of their own."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(device, dtype)
+
+
+def _kept(shape: torch.Size, heads: int, first: int, device: torch.device) -> Tensor:
+    """Half of the blocks, the one before each row's own, and every other diagonal one; `first` is the first row's key block."""
+    batch, rows, columns = shape
+    sizes = (torch.arange(n, device=device) for n in (batch, heads, rows, columns))
+    b, h, i, j = torch.meshgrid(*sizes, indexing="ij")
+    own = i + first
+    return ((3 * i + 5 * j + h + b) % 4 < 2) & (j != own) | (j == own - 1) | ((j == own) & (i % 2 == 0))
+
+
+def _by_block(pairs: Tensor, size: int, filler: bool) -> Tensor:
+    """(batch, num_q_blocks, num_kv_blocks, pairs of a block); `filler` stands for pairs behind the ends."""
+    missing = [-length % size for length in pairs.shape[1:]]
+    padded = F.pad(pairs, (0, missing[1], 0, missing[0]), value=filler)
+    return padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
+
 
 Attend = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | None]]
 

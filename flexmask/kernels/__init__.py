@@ -9,12 +9,157 @@ Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedE
 `representative`, ``last_rows`` the one of the last; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch,
 num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
 block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
+
+Here the last step, the index lists: one program per row of blocks joins lines and blocks and writes each list once.
 """
 
-from flexmask.kernels.block_lists import Blocks as Blocks
-from flexmask.kernels.block_lists import kept_blocks as kept_blocks
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.selection import BlockLists
+from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.pooling import key_means as key_means
 from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
 from flexmask.kernels.vertical_slash import coverage as coverage
 from flexmask.kernels.vertical_slash import representative_mass as representative_mass
 from flexmask.kernels.visibility import edges_of as edges_of
+from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
+
+_TILE = 128
+MOST_BLOCKS = 2**30  # a floor of any size stays within int32
+
+
+class Blocks(NamedTuple):
+    """Blocks that rows choose."""
+
+    codes: Tensor  # int8: nonzero where a block is kept; `gated`: bit 1 keeps a block, bit 0 lets lines count there
+    active: Tensor | None = None  # heads that choose blocks
+    gated: bool = False
+
+
+@kernel
+def _lists_kernel(
+    kept,  # int8
+    active,  # read if HAS_ACTIVE
+    codes,  # int8, read in active heads if HAS_CODES
+    q_edges, kv_edges,
+    last_rows,  # representative, read if HAS_LAST_ROWS
+    partial_count,  # (batch, num_heads, num_q_blocks) int32
+    partial_indices,  # map, int32
+    full_count, full_indices,
+    keep,  # bool, written if WRITE_KEEP
+    nearest,  # key blocks that each query block keeps
+    nearest_of_last,  # those with last rows
+    num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance,
+    BLOCK_SIZE: tl.constexpr, HAS_CODES: tl.constexpr, GATED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_LAST_ROWS: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, WRITE_KEEP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    # long rows first
+    q_block = num_q_blocks - 1 - tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    batch = head // num_heads
+    last_row, first_row, first_valid_row, last_valid_row, last_whole_key = row_edges(q_edges, batch, num_q_blocks, q_block, True)
+    first_row_block = first_row // BLOCK_SIZE
+    last_row_block = last_row // BLOCK_SIZE
+    end = tl.minimum(last_row_block + 1, num_kv_blocks)
+    p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
+    p_vertical = kept + head * num_kv_blocks
+    p_slash = p_vertical + tl.num_programs(1) * num_kv_blocks
+    adds_blocks = q_block >= 0
+    if HAS_ACTIVE:
+        adds_blocks = tl.load(active + head) != 0
+    near_start = end
+    has_last_rows = q_block < 0
+    if HAS_LAST_ROWS:
+        near_start = tl.minimum(first_row_block - nearest + 1, end)
+        p_last_rows = last_rows + batch * (1 + BLOCK_SIZE) + 1
+        # the first is the least: rows ascend
+        if (q_block + 1) * BLOCK_SIZE > tl.load(p_last_rows):
+            o_slot = tl.arange(0, PADDED_SIZE)
+            b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - q_block * BLOCK_SIZE
+            has_last_rows = tl.sum(((b_slot >= 0) & (b_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
+            near_start = tl.where(has_last_rows, tl.minimum(first_row_block - nearest_of_last + 1, end), near_start)
+
+    o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
+    o_lane = tl.arange(0, TILE)
+    num_partial = 0
+    num_full = 0
+    first_visible = num_kv_blocks
+    for start in range(0, end, TILE):
+        o_kv = start + o_lane
+        m_kv = o_kv < end
+        b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
+        m_visible = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE) & m_kv
+        first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
+        m_keep = tl.load(p_vertical + o_kv, mask=m_kv, other=0) != 0
+        m_keep = m_keep | (tl.load(p_slash + first_row_block - o_kv, mask=o_kv <= first_row_block, other=0) != 0)
+        m_keep = m_keep | (tl.load(p_slash + last_row_block - o_kv, mask=o_kv <= last_row_block, other=0) != 0)
+        if GATED:
+            b_code = tl.load(codes + o_map_row + o_kv, mask=m_visible, other=0)
+            m_keep = (m_keep & (((b_code & 1) | has_last_rows.to(tl.int8)) != 0)) | ((b_code & 2) != 0)
+        elif adds_blocks & HAS_CODES:
+            m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0) != 0)
+        if HAS_LAST_ROWS:
+            m_keep = m_keep | (o_kv >= near_start)
+        m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
+        m_keep = m_keep & m_visible
+        b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
+        m_whole = (tl.load(p_kv_edges + num_kv_blocks + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
+        m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < max_distance)
+        # both counts in one number: one running sum places both
+        b_counts = tl.where(m_keep, tl.where(m_whole, 65536, 1), 0)
+        b_rank = tl.cumsum(b_counts, 0) - b_counts
+        tl.store(full_indices + o_map_row + num_full + (b_rank >> 16), o_kv, mask=m_keep & m_whole)
+        tl.store(partial_indices + o_map_row + num_partial + (b_rank & 65535), o_kv, mask=m_keep & (m_whole == 0))
+        if WRITE_KEEP:
+            tl.store(keep + o_map_row + o_kv, m_keep, mask=m_kv)
+        counts = tl.sum(b_counts, 0)
+        num_full += counts >> 16
+        num_partial += counts & 65535
+    for start in range(tl.minimum(num_full, num_partial) // TILE * TILE, num_kv_blocks, TILE):
+        o_kv = start + o_lane
+        m_kv = o_kv < num_kv_blocks
+        b_zero = tl.zeros([TILE], tl.int32)
+        tl.store(full_indices + o_map_row + o_kv, b_zero, mask=m_kv & (o_kv >= num_full))
+        tl.store(partial_indices + o_map_row + o_kv, b_zero, mask=m_kv & (o_kv >= num_partial))
+    if WRITE_KEEP:
+        for start in range(end // TILE * TILE, num_kv_blocks, TILE):
+            o_kv = start + o_lane
+            tl.store(keep + o_map_row + o_kv, o_kv < 0, mask=(o_kv >= end) & (o_kv < num_kv_blocks))
+    tl.store(full_count + head * num_q_blocks + q_block, num_full)
+    tl.store(partial_count + head * num_q_blocks + q_block, num_partial)
+
+
+def kept_blocks(
+    problem: BlockProblem,
+    lines: Lines,
+    blocks: Blocks | None,
+    last: RepresentativeMass | None = None,
+    nearest: tuple[int, int] = (0, 0),
+) -> tuple[BlockLists, Tensor | None]:
+    """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
+    inputs, edges, kept, with_keep = problem.inputs, problem.packed_edges, lines.kept, problem.with_map
+    batch, num_heads, num_kv_blocks = kept.shape[1:]
+    num_q_blocks = edges.q_edges.shape[2]
+    shape = (batch, num_heads, num_q_blocks)
+    partial_count, full_count = (kept.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
+    keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
+    codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
+    last_rows = None if last is None else last.rows
+    _lists_kernel[(num_q_blocks, batch * num_heads)](
+        kept, kept if active is None else active, kept if codes is None else codes, edges.q_edges, edges.kv_edges,
+        edges.q_edges if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
+        full_count if keep is None else keep, *(min(number, MOST_BLOCKS) for number in nearest), num_heads, num_q_blocks,
+        num_kv_blocks, inputs.key.shape[2], inputs.max_distance,
+        BLOCK_SIZE=problem.block_size, HAS_CODES=codes is not None, GATED=blocks is not None and blocks.gated,
+        HAS_ACTIVE=active is not None, HAS_LAST_ROWS=last_rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
+        WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
+    )  # fmt: skip
+    return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

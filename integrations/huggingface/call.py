@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from flexmask.attend import Attended, attend
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_policy import CallPlan, by_head_dim, dense_plan, every_block_plan, notice_dense
+from flexmask.dense_policy import CallPlan, by_head_dim, every_block_plan, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
@@ -55,7 +55,7 @@ class PrefillCall(NamedTuple):
     def plan(self) -> CallPlan:
         reason = self.reason_no_mask()
         if reason is not None:
-            return dense_plan(reason, self.selector.block_size)
+            return CallPlan(self.selector.block_size, reason)
         selector = self.selector.for_inputs(self.inputs)
         reason = self.reason_dense_layer(selector.keeps_all)
         if reason is not None:

@@ -13,8 +13,7 @@ import torch
 import flexmask.environment as environment
 import flexmask.self_test as self_test
 from flexmask import commands
-from flexmask.flex.flash_check import Verdict
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import FlashCall, Verdict
 from tests.repository import ROOT
 
 

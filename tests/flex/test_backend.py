@@ -9,8 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex import backend
 from flexmask.flex.backend import Backend, chosen_backend
-from flexmask.flex.flash_check import LSE_FACTORS, Verdict
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, Verdict
 
 RIGHT = Verdict(lse_factor=LSE_FACTORS[1])
 WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0.02 is allowed)")

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.flex.flash_check import LSE_FACTORS, check_flash
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, check_flash
 from tests.expected import masked_attention
 
 CPU = torch.device("cpu")

@@ -5,8 +5,7 @@ import torch
 
 from flexmask import sparse_attention, sparse_attention_varlen
 from flexmask.flex.backend import auto_checks, flash_available
-from flexmask.flex.flash_check import LSE_FACTORS, check_flash, flash_verdict
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, check_flash, flash_verdict
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import SINKS, call, padding
 from tests.comparisons import assert_same_attention

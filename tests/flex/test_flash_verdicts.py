@@ -12,8 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.flash_check import Verdict, flash_verdict
-from flexmask.flex.flash_problem import FlashCall
+from flexmask.flex.flash_check import FlashCall, Verdict, flash_verdict
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.held_open import HELD, held_open
 
