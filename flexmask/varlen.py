@@ -185,7 +185,7 @@ def sparse_attention_varlen(
 
 
 def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[Segment]:
-    """The sequences between bounds, which are copied from a GPU to the host."""
+    """The sequences between bounds, which are copied from a GPU to the host, both at once."""
     rows, keys = _on_host(cu_seqlens_q, cu_seqlens_k)
     _check_bounds("cu_seqlens_q", rows, "total_q", total_q)
     _check_bounds("cu_seqlens_k", keys, "total_k", total_k)
@@ -211,8 +211,11 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
         else:
             for number, bound in enumerate(bounds):
                 check_int(f"{name}[{number}]", bound)
-    rows, keys = (x.tolist() if isinstance(x, Tensor) else list(x) for x in by_name.values())
-    return rows, keys
+    rows, keys = by_name["cu_seqlens_q"], by_name["cu_seqlens_k"]
+    if all(isinstance(x, Tensor) and x.device.type != "cpu" for x in (rows, keys)) and rows.device == keys.device:
+        both = torch.cat([rows.long(), keys.long()]).tolist()
+        rows, keys = both[: len(rows)], both[len(rows) :]
+    return (*(x.tolist() if isinstance(x, Tensor) else list(x) for x in (rows, keys)),)
 
 
 def _check_bounds_tensor(name: str, bounds: Tensor) -> None:

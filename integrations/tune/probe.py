@@ -18,6 +18,7 @@ from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.session import Scope, remove_hook
 from flexmask.integrations.tune.head_errors import head_errors
 from flexmask.integrations.tune.measured import MeasuredErrors
+
 MOST_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
 
 
