@@ -215,7 +215,8 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
     if all(isinstance(x, Tensor) and x.device.type != "cpu" for x in (rows, keys)) and rows.device == keys.device:
         both = torch.cat([rows.long(), keys.long()]).tolist()
         rows, keys = both[: len(rows)], both[len(rows) :]
-    return (*(x.tolist() if isinstance(x, Tensor) else list(x) for x in (rows, keys)),)
+    rows, keys = (x.tolist() if isinstance(x, Tensor) else list(x) for x in (rows, keys))
+    return rows, keys
 
 
 def _check_bounds_tensor(name: str, bounds: Tensor) -> None:
