@@ -42,6 +42,12 @@ def map_of(name: str, case: Case, **options: Any) -> Tensor:
     return mask_of(name, case, **options).to_dense().bool()
 
 
+def chosen_of(name: str, case: Case) -> list[Tensor]:
+    """The map and the statistics."""
+    mask, stats = mask_of(name, case, **TESTED[name].sparse, return_stats=True)
+    return [mask.to_dense(), *(x for x in vars(stats).values() if isinstance(x, Tensor))]
+
+
 def expected_of(name: str, case: Case, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Visible blocks by definition, and the rows that have a margin."""
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
@@ -77,20 +83,32 @@ def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     assert torch.equal(map_of(name, case_of(case)), expected)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", ["query", "key"])
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("infllm", "causal")])
-def test_a_head_that_is_not_finite_spoils_no_other(name, bad):
+def test_a_head_that_is_not_finite_spoils_no_other(name, part, bad):
+    """Nor its statistics."""
     case = call(q_len=112, batch=2, seed=5, sharpness=2.0)
-    expected = map_of(name, case)
-    case.query[0, 1, 50:60] = bad
-    got = map_of(name, case)
-    heads = [h for h in range(expected.shape[1]) if h != 1] if expected.shape[1] > 1 else [0]
-    assert torch.equal(got[0, heads], expected[0, heads]) and torch.equal(got[1], expected[1])
+    expected = chosen_of(name, case)
+    getattr(case, part)[0, 1, 50:60] = bad
+    spoiled = torch.zeros(2, 4, dtype=torch.bool)
+    spoiled[0, [1] if part == "query" else [2, 3]] = True
+    for found, before in zip(chosen_of(name, case), expected, strict=True):
+        others = ~spoiled if found.shape[1] == 4 else torch.tensor([[True], [True]])  # one map for all heads
+        torch.testing.assert_close(found[others], before[others], rtol=0, atol=0, equal_nan=True)
 
 
+# of every row or of this one's window; keys out of every row's window still weigh in their block's mean
+@pytest.mark.parametrize("of", ["right padding", "offsets, window and left padding", "holes and window"])
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "published"])  # which takes no padding
-def test_what_padding_holds_does_not_matter(name):
-    case = case_of("right padding")
-    expected, hidden = map_of(name, case), case.attention_mask[:, None, :, None] == 0
-    case.query, case.key = case.query.masked_fill(hidden, float("nan")), case.key.masked_fill(hidden, float("inf"))
+def test_what_no_token_holds_does_not_matter(name, of):
+    """Neither padding nor what stands behind a chunk."""
+    case = case_of(of)
+    q_len, kv_len = case.query.shape[2], case.key.shape[2]
+    expected = map_of(name, case)
+    position = torch.tensor(query_offsets(case.q_offset, 2, kv_len - q_len))[:, None] + torch.arange(q_len)
+    tokens = case.attention_mask.bool()
+    keys = tokens & (torch.arange(kv_len) <= position[:, -1:])
+    for rows, tensor, value in ((tokens.gather(1, position), case.query, torch.nan), (keys, case.key, torch.inf)):
+        tensor.masked_fill_(~rows[:, None, :, None], value)
     assert torch.equal(map_of(name, case), expected)
