@@ -70,6 +70,8 @@ VARIANTS = {
     "scale": {"scores": {"scale": 0.4}, "query_aware": "per_query", "tau": 0.5},
     "published": {"method": "published", "q_len": 304, "tau": 0.3, "min_budget": 16},
     "hybrid": {"method": "hybrid", "q_len": 304, "gamma": 0.7},
+    "one map of all heads": {"method": "streaming_llm", "sink_blocks": 1, "window_blocks": 2},
+    "slices of rows": {"method": "oracle", "q_len": 304, "gamma": 0.6},
     "everything": {
         "q_len": 170, "kv_len": 280, "batch": 3, "attention_mask": padding(280, ("holes", 7), ("all", 0), ("right", 100)),
         "q_offset": torch.tensor([100, 7, 0]), "scores": {"window": 120, "softcap": 5.0, "scale": 0.3}, "min_budget": 16,

@@ -1,6 +1,5 @@
 """sparse_attention against dense attention under its mask, through the compiled kernel; every method."""
 
-import functools
 import sys
 
 import pytest
@@ -8,12 +7,8 @@ import torch
 
 from flexmask import METHODS, sparse_attention
 from flexmask.attention import RECOMMENDED
-from flexmask.block_masks import causal_mask
 from flexmask.flex.backend import flash_installed
 from tests.attention_calls import SINKS, VARIANTS, call, check, marked
-from tests.block_masks.gallery import MASKS, SPARSE
-from tests.comparisons import assert_same_attention
-from tests.compile_support import dense_under, forgotten
 
 
 @pytest.mark.attention
@@ -68,27 +63,6 @@ def test_flash_attention_2_is_not_taken_for_4(tmp_path, monkeypatch, name):
 
 
 QUERY, KEY, VALUE = (torch.randn(2, heads, 100, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-TOKENS = torch.arange(100)[None] >= torch.tensor([[0], [23]])
-SHARED = {"block_size": 16, "attention_mask": TOKENS, "window": 90}
-
-
-def causal_by_another_name(*inputs, **options):
-    return causal_mask(*inputs, **options)
-
-
-@pytest.mark.attention
-def test_methods_attend_to_their_own_blocks():
-    # one test: the kernel is compiled once
-    with forgotten():
-        for name in ("streaming_llm", "oracle", functools.partial(MASKS["xattention"], stride=2), causal_by_another_name):
-            known = isinstance(name, str)
-            options = SPARSE[name] if known else {}
-            generate = MASKS[name] if known else name
-            out = sparse_attention(QUERY, KEY, VALUE, name, dense_below=0, **SHARED, **options)
-            mask = generate(QUERY, KEY, **SHARED, **options)
-            assert_same_attention(out, dense_under(mask, QUERY.double(), KEY.double(), VALUE.double()))
-            dense = sparse_attention(QUERY, KEY, VALUE, name, **SHARED, **options)
-            assert not known or (out - dense).abs().max() > 1e-3
 
 
 def test_the_recommended_method_is_the_default(without_kernel):

@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "padded window": {"attention_mask": PADDING, "window": 200, "softcap": 20.0, "scale": 0.2},
     "other rules": {"query_aware": "per_query", "pattern_queries": "middle", "max_budget": 128},
     "everything kept": {"gamma": 1.0, "tau": 0},
-    "hybrid": {"method": "hybrid", "gamma": 0.9},
+    "hybrid": {"method": "hybrid", "gamma": 0.9, "min_coverage": 0.5},
     "published": {"method": "published"},
 }
 

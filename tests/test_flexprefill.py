@@ -1,20 +1,17 @@
-"""flexprefill_mask: lists, mask_mod and uncompiled attention say the same; a gamma per head, in whatever form."""
+"""flexprefill_mask: lists and mask_mod say the same; inputs stay; gammas of a tensor."""
 
 import math
-import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.nn.attention.flex_attention import flex_attention
 
 from flexmask import flexprefill_mask
-from flexmask._torch import RELEASE
 from flexmask.block_masks import causal_mask
-from tests.cases import Case, Config, cases, mask_function, structured_inputs
-from tests.comparisons import assert_honest, assert_same_attention
+from tests.cases import cases, structured_inputs
+from tests.comparisons import assert_honest
 from tests.compile_support import assert_same_lists
-from tests.expected import expanded, masked_attention, seen_pairs
+from tests.expected import seen_pairs
 
 OPTIONS = {"gamma": 0.6, "tau": 0.3, "block_size": 16, "min_budget": 16}
 
@@ -75,51 +72,11 @@ def test_inputs_that_require_gradients_give_the_same_mask():
     assert not stats.coverage.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "keywords",
-    [{}, {"window": 70}, {"attention_mask": (torch.arange(200)[None] >= 30).long(), "q_offset": torch.tensor([40])}],
-    ids=["plain", "window", "padded"],
-)
-def test_flex_attention_without_compilation_sees_the_block_choice(keywords, dtype):
-    query, key = (x.to(dtype) for x in inputs(200, 120 if "q_offset" in keywords else 200))
-    value = torch.randn(1, 2, 200, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    mask = flexprefill_mask(query, key, **OPTIONS, **keywords)
-    scores = {"window": keywords["window"]} if "window" in keywords else {}
-    others = {name: keywords.get(name) for name in ("attention_mask", "q_offset")}
-    case = Case(query, key, Config(**OPTIONS), scores, **others)
-    # before 2.10 torch's uncompiled attention rounds products of halves: https://github.com/pytorch/pytorch/pull/163986
-    products = torch.float64 if RELEASE >= (2, 10) else dtype
-    expected, _ = masked_attention(query, key, value, expanded(case.search().keep, case), product_dtype=products)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it was called without compilation
-        out = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
-    assert_same_attention(out, expected)
-    whole, _ = masked_attention(query, key, value, expanded(torch.ones_like(case.search().keep), case))
-    with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, whole)
-
-
 BY_HEAD = {"block_size": 16, "min_budget": 0}
 BY_HEAD_GAMMAS = (0.43, 1.0, 0.71, 0.91)
 RULES = {
     "vertical-slash": {"tau": 0.0}, "flatten": {"tau": 1.0}, "per_query": {"tau": 1.0, "query_aware": "per_query"},
-    "published": {"method": "published", "tau": 0.1, "block_size": 128, "min_budget": 128}, "hybrid": {"method": "hybrid"},
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("form", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
-@pytest.mark.parametrize("rule", RULES)
-def test_each_head_has_the_blocks_of_its_own_gamma(rule, form):
-    options = {**BY_HEAD, **RULES[rule]}
-    make = mask_function(options.pop("method", "flexprefill"))
-    query, key = inputs(1280 if rule == "published" else 400 if rule == "hybrid" else 240)
-    # exact in float32
-    gammas = (0.25, 1.0, 0.5, 0.75)
-    mask, stats = make(query, key, form(gammas), return_stats=True, **options)
-    alone = [make(query, key, gamma, **options).to_dense()[:, head] for head, gamma in enumerate(gammas)]
-    assert torch.equal(mask.to_dense(), torch.stack(alone, 1)) and stats.density[0, 1] == 1
-    assert (stats.density[0, [0, 2]] < 0.9).all()
 
 
 def test_gammas_of_a_tensor_are_clamped_and_nan_keeps_everything():

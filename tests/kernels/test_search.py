@@ -16,7 +16,7 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.select import option_tensors
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
-from tests.cases import Case, Config, by_kernels, cases, sparse_cases, structured_inputs
+from tests.cases import Case, Config, by_kernels, cases, hybrid_length, sparse_cases, structured_inputs
 from tests.comparisons import assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_same_stats, compare_drawn
 from tests.compile_support import assert_same_lists, default_dtype, set_to, traced
 
@@ -59,19 +59,13 @@ def test_equals_the_oracle():
     short = cases(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 260), [16, 32, 48], [0.43, 0.71, 0.91, 1.0], (0, 1, 4))
     # few cases are drawn: the calls below have query-aware heads
     assert compare_drawn(short | sparse_cases(most_blocks=16), 15, search).sparse > 0
+    # past the length, hybrid's thresholds fall over the query blocks
+    for length in (64, 160):
+        with hybrid_length(length):
+            compare_drawn(cases(st.integers(60, 300), [16], method="hybrid", row_stride=4), 8, search)
 
 
 EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_stride": 4}
-
-
-@poisoned
-@pytest.mark.parametrize(("method", "window"), [("flexprefill", 192), ("hybrid", 2**40)])
-def test_window_of_all_tokens_or_more_is_none(method, window):
-    query, key = structured_inputs(torch.Generator().manual_seed(4), 2, 4, 2, 76, 96, 32)
-    config, mask = Config(**EVERYTHING, method=method), padding(96, ("left", 48), ("left", 5))
-    one, none = (search(Case(query, key, config, scores, mask, torch.tensor([20, 3]))) for scores in ({"window": window}, {}))
-    assert_equal_lists(one, none)
-    assert_same_stats(one.stats, none.stats)
 
 
 QUERY_AWARE = {"gamma": 0.43, "tau": 0.6}
@@ -96,6 +90,12 @@ CALLS: dict[str, dict[str, Any]] = {
     **{
         f"hybrid, window of {window}": {**EDGES, "method": "hybrid", "row_stride": 1, "scores": {"window": window}}
         for window in (47, 48)
+    },
+    **{
+        f"{method}, a window of more than all tokens": {
+            "method": method, "q_len": 76, "kv_len": 96, "heads": (2, 1), "q_offset": 3, "scores": {"window": 2**40},
+        }
+        for method in ("flexprefill", "hybrid")
     },
     "window of 49, padded": {**EDGES, "scores": {"window": 49}, "attention_mask": padding(139, ("holes", 7))},
     "a map of many columns": {"q_len": 140, "kv_len": 2300, "heads": (2, 1), **QUERY_AWARE},
@@ -136,6 +136,7 @@ def test_masks_equal_those_of_the_plain_steps(name):
         assert_equal_lists(found, plain)
     else:
         assert_same_blocks(found, expected)
+        assert_same_blocks(plain, expected)
     assert (expected.margin > 1e-5).float().mean() > 0.6
     assert case.key.shape[2] < 64 or (found.stats.density < 1).any()
     assert "tau" not in CALLS[name] or found.stats.is_query_aware.any() or "window" in name
@@ -144,13 +145,14 @@ def test_masks_equal_those_of_the_plain_steps(name):
 @poisoned
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
-def test_strides_and_what_padding_holds_change_nothing(method, layout):
+@pytest.mark.parametrize("chosen", [search, Case.search], ids=["kernels", "plain steps"])
+def test_strides_and_what_padding_holds_change_nothing(chosen, method, layout):
     mask = padding(100, ("left", 21))
     case = call(q_len=60, kv_len=100, heads=(2, 1), attention_mask=mask, method=method, tau=0.3, row_stride=4, sharpness=5.0)
     expected = case.search()
     case.key = LAYOUTS[layout](case.key.masked_fill((mask == 0)[:, None, :, None], float("nan")))
     case.query = LAYOUTS[layout](case.query)
-    assert_equal_lists(search(case), expected)
+    assert_equal_lists(chosen(case), expected)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
@@ -267,7 +269,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     "options",
     [
         {"gamma": [0.5, 0.3, 1.0, 0.8], "max_budget": 80, "query_aware": "per_query", "index_queries": "middle"},
-        {"method": "hybrid", "gamma": 0.8, "min_budget": 16},
+        {"method": "hybrid", "gamma": 0.8, "min_budget": 16, "min_coverage": 0.5},
     ],
     ids=["flexprefill", "hybrid"],
 )
