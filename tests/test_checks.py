@@ -131,36 +131,6 @@ def test_mask_and_attention_refuse(attends, method, changes, error, message):
         call(**arguments)
 
 
-def both(query, key):
-    """Each function with accepted arguments, except these."""
-    yield lambda: flexprefill_mask(query, key, block_size=32)
-    yield lambda: flexprefill_attention(query, key, key, block_size=32)
-    yield lambda: flexprefill_attention(query, key, key, block_size=32, dense_below=0)
-
-
-def test_both_functions_refuse_vmap():
-    def run(query, key):
-        for function in both(query, key):
-            with pytest.raises(TypeError, match=r"^query must be a plain tensor; got one inside torch\.vmap: give the batch"):
-                function()
-        return query
-
-    torch.vmap(run)(zeros(3, 2, 4, 64, 32), zeros(3, 2, 2, 96, 32))
-
-
-def test_both_functions_refuse_distributed_tensors():
-    class DTensor(torch.Tensor):
-        """Known by its name."""
-
-    query = zeros(2, 4, 64, 32).as_subclass(DTensor)
-    for function in both(query, zeros(2, 2, 96, 32)):
-        with pytest.raises(TypeError, match=r"^query must be a plain tensor; got a DTensor: .* to_local\(\)"):
-            function()
-    for function in both(zeros(2, 4, 64, 32), zeros(2, 2, 96, 32).as_subclass(DTensor)):
-        with pytest.raises(TypeError, match=r"^key must be a plain tensor; got a DTensor"):
-            function()
-
-
 @pytest.mark.parametrize(
     "changes",
     [

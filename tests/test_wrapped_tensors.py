@@ -1,6 +1,7 @@
 """Tensors that stand for more than their memory: refused by name, or served."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -32,10 +33,15 @@ class Named(torch.Tensor):
     pass
 
 
+class DTensor(torch.Tensor):
+    """Known by its name."""
+
+
 LAYOUTS = {
     "a torch.sparse_coo": lambda x: x.to_sparse(),
     "a torch._mkldnn": lambda x: x.to_mkldnn(),
     "a nested": lambda x: torch.nested.nested_tensor([x[0], x[0]]),
+    "a DTensor: give each device its own heads, as to_local() returns them": lambda x: x.as_subclass(DTensor),
     "a quantized": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
 }
 LIKE_MEMORY = {
@@ -53,11 +59,23 @@ NAMES = ("query", "key", "value")
 def test_other_layouts_are_refused_by_every_call(kind, name):
     given = dict(zip(NAMES, inputs(), strict=True))
     given[name] = LAYOUTS[kind](given[name])
+    assert_refused(given, name, rf"got {re.escape(kind)}( tensor)?$")
+
+
+def assert_refused(given, name, said):
     calls = [functools.partial(sparse_attention, **given, **options) for options in (SPARSE, OPTIONS)]
     calls += [lambda: flexprefill_mask(given["query"], given["key"], **OPTIONS)] if name != "value" else []
     for call in calls:
-        with pytest.raises(TypeError, match=f"^{name} must be a plain tensor; got {kind} tensor$"):
+        with pytest.raises(TypeError, match=f"^{name} must be a plain tensor; {said}"):
             call()
+
+
+def test_vmap_is_refused_by_every_call():
+    def run(*given):
+        assert_refused(dict(zip(NAMES, given, strict=True)), "query", r"got one inside torch\.vmap: give the batch")
+        return given[0]
+
+    torch.vmap(run)(*(x[None] for x in inputs()))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")

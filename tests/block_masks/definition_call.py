@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.oracle import steps
 from tests.oracle.visibility import Visibility
 
 Blocks = list[int]
@@ -64,12 +65,8 @@ class Call:
         return self.seen.position_blocks[block]
 
     def attention(self, h: int, row: int) -> Tensor:
-        """True attention of one row, (kv_len,); zeros where it sees nothing."""
-        seen = self.seen.pairs[row]
-        out = torch.zeros(self.kv_len, dtype=torch.float64)
-        if seen.any():
-            out[seen] = self.scores(h, [row], self.key[h])[0][seen].softmax(0)
-        return out
+        """True attention of a token's row, (kv_len,)."""
+        return self.scores(h, [row], self.key[h])[0].masked_fill(~self.seen.pairs[row], -math.inf).softmax(0)
 
 
 def gap(low: float, high: float) -> float:
@@ -81,7 +78,7 @@ def gap(low: float, high: float) -> float:
 
 def top(values: dict[int, float], count: int) -> tuple[Blocks, float]:
     """The `count` largest, lower numbers first among equals, and the margin."""
-    order = sorted(values, key=lambda j: (-values[j], j))
+    order = steps.heaviest_first(values)
     kept, rest = order[:count], order[count:]
     return kept, gap(values[rest[0]], values[kept[-1]]) if kept and rest else math.inf
 
@@ -93,7 +90,7 @@ def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Block
     if share >= 1:
         return list(values), math.inf
     running, margin = sum(values[j] for j in kept), math.inf
-    others = sorted((j for j in values if j not in kept), key=lambda j: (-values[j], j))
+    others = [j for j in steps.heaviest_first(values) if j not in kept]
     for place, j in enumerate(others):
         margin = min(margin, gap(running, share * total))
         if running >= share * total:
@@ -138,27 +135,13 @@ def lines_of_heads(choose: Callable[..., tuple[Blocks, Blocks, float]]) -> Defin
     return definition
 
 
-def line_masses(call: Call, h: int, rows: Blocks) -> tuple[dict[int, float], dict[int, float]]:
-    """Attention of the rows by key block and block diagonal; a slash is split over the two diagonals it crosses."""
-    size = call.block_size
-    vertical, slash = dict.fromkeys(call.seen.key_blocks, 0.0), dict.fromkeys(call.seen.diagonals, 0.0)
-    for row in rows:
-        p = call.attention(h, row)
-        for k in p.nonzero().flatten().tolist():
-            vertical[k // size] += float(p[k])
-            c, x = divmod(call.position(row) - k, size)
-            for diagonal, share in ((c, 1 - x / size), (c + 1, x / size)):
-                if diagonal in slash:
-                    slash[diagonal] += float(p[k]) * share
-    return vertical, slash
-
-
 def top_lines(
     call: Call, h: int, rows: Blocks, sinks: Blocks, near: int, num_keys: float, num_offsets: float
 ) -> tuple[Blocks, Blocks, float]:
     """The heaviest key blocks and diagonals of so many tokens, first those of `sinks` and of the offsets under `near`."""
     size = call.block_size
-    vertical, slash = line_masses(call, h, rows)
+    attention = torch.stack([call.attention(h, row) for row in rows])
+    vertical, slash = steps.line_candidates(steps.line_mass(attention, rows, call.seen), call.seen)
     vertical |= dict.fromkeys({k // size for k in sinks} & vertical.keys(), math.inf)
     slash |= {c: math.inf for c in slash if c * size < near}
     verticals, margin = top(vertical, math.ceil(num_keys / size))

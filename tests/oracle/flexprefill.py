@@ -7,7 +7,7 @@ Source: arXiv 2502.20766, section 3, algorithms "Sparse Attention", "Sparse Patt
 from typing import Any
 
 from tests.oracle import steps
-from tests.oracle.margins import head_margins, line_margins, map_margin, pattern_margin
+from tests.oracle.margins import line_margin, map_margin, pattern_margin
 from tests.oracle.result import ReferenceResult, head_mask
 from tests.oracle.steps import AttentionHead, Options
 from tests.oracle.visibility import Visibility
@@ -44,8 +44,9 @@ def flexprefill_selection(
         kept |= steps.top_p_blocks(pooled, seen, options)
 
     kept |= steps.blocks_kept_always(seen)
-    lines = line_margins(mass, is_query_aware, seen, options)
-    margins = head_margins(pattern_margin(js_distance, tau), lines, map_margin(pooled, seen, options), is_query_aware)
+    margin = min(pattern_margin(js_distance, tau), line_margin(mass, is_query_aware, seen, options))
+    if is_query_aware:
+        margin = min(margin, map_margin(pooled, seen, options))
     numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
     decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, **mass._asdict(), "pooled": pooled}
-    return head_mask(kept, attention, index_rows, seen)._replace(**decided, **numbers, **margins)
+    return head_mask(kept, attention, index_rows, seen)._replace(margin=margin, **decided, **numbers)

@@ -80,10 +80,10 @@ def hybrid_selection(
     covered = sum(sampled) / len(sampled) if sampled else math.nan
     least_covered = min(sampled, default=math.nan)
     gated = {(r, j) for r, j in on_lines - always if r not in deciding}
-    margins = _margins(mass, evidence, gated, least, rule.lines, doubts, seen) if gamma < 1 else {}
+    margin = _margin(mass, evidence, gated, least, rule.lines, doubts, seen) if gamma < 1 else math.inf
     numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
     coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": least_covered}
-    return mask._replace(**mass._asdict(), row_evidence=evidence, **numbers, **coverages, **margins)
+    return mask._replace(**mass._asdict(), row_evidence=evidence, margin=margin, **numbers, **coverages)
 
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
@@ -168,18 +168,16 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
     return shares
 
 
-def _margins(
+def _margin(
     mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, doubts: list[float], seen: Visibility
-) -> dict[str, Any]:
-    """Distances from the thresholds; `gated` blocks depend on that of the lines too."""
+) -> float:
+    """Least distance from the thresholds; `gated` blocks depend on that of the lines too."""
     by_key, by_diagonal = steps.line_candidates(mass, seen)
     vertical = [_from(share, least.key_block) for share in by_key.values()]
     slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
     rows = [_from(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
     rows += [_from(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated] + doubts
-    of_lines_and_rows = {"vertical_margin": vertical, "slash_margin": slash, "row_margin": rows}
-    margins = {name: min(values, default=math.inf) for name, values in of_lines_and_rows.items()}
-    return {**margins, "margin": min(margins.values())}
+    return min([*vertical, *slash, *rows], default=math.inf)
 
 
 def _from(value: float, threshold: float, coarse: float = 0.0) -> float:

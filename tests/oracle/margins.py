@@ -5,7 +5,6 @@ Float32 code must decide alike where a margin is wide; where it is tiny, either 
 
 import math
 from itertools import accumulate
-from typing import Any
 
 from torch import Tensor
 
@@ -59,13 +58,13 @@ def pattern_margin(js_distance: float, tau: float) -> float:
     return math.inf if math.isnan(js_distance) else relative(js_distance - tau, tau)
 
 
-def line_margins(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> tuple[float, float]:
-    """Margins of the selected verticals and slashes."""
+def line_margin(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> float:
+    """Margin of the selected verticals and slashes."""
     if is_query_aware and options.gamma == 1 and options.max_blocks is None:
-        return math.inf, math.inf
+        return math.inf
     budget = steps.line_budget(is_query_aware, options)
     key_blocks, diagonals = steps.line_candidates(mass, seen)
-    return top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, COARSE)
+    return min(top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, COARSE))
 
 
 def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
@@ -76,10 +75,3 @@ def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
     for row in steps.top_p_rows(pooled, seen, options):
         margins.append(top_p_margin(row, Budget(gamma=1.0, cap=options.max_blocks)))
     return min(margins)
-
-
-def head_margins(pattern: float, lines: tuple[float, float], query_aware: float, is_query_aware: bool) -> dict[str, Any]:
-    """All margins of a head, and the smallest of those that its mask depends on."""
-    margins = {"pattern_margin": pattern, "vertical_margin": lines[0], "slash_margin": lines[1]}
-    least = min([*margins.values(), *([query_aware] if is_query_aware else [])])
-    return {**margins, "query_aware_margin": query_aware, "margin": least}

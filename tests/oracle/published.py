@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import steps
-from tests.oracle.margins import gap, head_margins, pattern_margin, relative, top_p_margin
+from tests.oracle.margins import gap, pattern_margin, relative, top_p_margin
 from tests.oracle.result import ReferenceResult, head_mask
 from tests.oracle.steps import AttentionHead, Budget, Options
 from tests.oracle.visibility import Block, Visibility
@@ -53,10 +53,10 @@ def published_selection(
     pattern = pattern_margin(js_distance, tau)
     if tau > 0 and may_underflow(estimated, vertical):
         pattern = 0.0
-    margins = head_margins(pattern, (key_blocks.margin, diagonals.margin), in_map, is_query_aware)
+    margin = min(pattern, key_blocks.margin, diagonals.margin, in_map if is_query_aware else math.inf)
     numbers: dict[str, Any] = {"num_vertical_blocks": key_blocks.num_lines, "num_slash_blocks": diagonals.num_lines}
     decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, "vertical": vertical, "slash": slash}
-    return head_mask(kept, attention, rows, seen)._replace(pooled=pooled, **decided, **numbers, **margins)
+    return head_mask(kept, attention, rows, seen)._replace(pooled=pooled, margin=margin, **decided, **numbers)
 
 
 def distance_with_nan(estimated: Tensor, true: Tensor) -> float:

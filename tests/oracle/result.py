@@ -15,7 +15,7 @@ from tests.oracle.visibility import Block, Visibility
 class ReferenceResult(NamedTuple):
     """Decisions of one head with their margins, on the CPU; of all heads, each field has (batch, num_heads) before its shape.
 
-    Numbers are float64, counts int64. Margins are relative and ``inf`` where nothing was decided.
+    Numbers are float64, counts int64. The margin is relative, and ``inf`` where nothing was decided.
     """
 
     keep: Tensor  # (num_q_blocks, num_kv_blocks) bool
@@ -32,12 +32,7 @@ class ReferenceResult(NamedTuple):
     num_slash_blocks: Any = 0
     row_coverage: Any = math.nan  # row evidence in kept blocks, mean over query blocks; NaN if not computed
     least_row_coverage: Any = math.nan  # the least of them
-    pattern_margin: Any = math.inf
-    vertical_margin: Any = math.inf
-    slash_margin: Any = math.inf
-    query_aware_margin: Any = math.inf  # whether the head uses the map or not
-    row_margin: Any = math.inf
-    margin: Any = math.inf  # the smallest of those that the mask depends on
+    margin: Any = math.inf  # the smallest of the decisions that the mask depends on
 
 
 def undecided(seen: Visibility) -> ReferenceResult:
