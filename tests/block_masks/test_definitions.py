@@ -44,7 +44,8 @@ def map_of(name: str, case: Case, **options: Any) -> Tensor:
 
 def chosen_of(name: str, case: Case) -> list[Tensor]:
     """The map and the statistics."""
-    mask, stats = mask_of(name, case, **TESTED[name].sparse, return_stats=True)
+    both: Any = mask_of(name, case, **TESTED[name].sparse, return_stats=True)
+    mask, stats = both
     return [mask.to_dense(), *(x for x in vars(stats).values() if isinstance(x, Tensor))]
 
 
