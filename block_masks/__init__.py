@@ -9,10 +9,12 @@ from flexmask.block_masks.flexprefill import flexprefill_mask
 from flexmask.block_masks.hip import hip_mask
 from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.block_masks.infllm import infllm_mask
+from flexmask.block_masks.minference import minference_mask
+from flexmask.block_masks.oracle import oracle_mask
 from flexmask.block_masks.positions import causal_mask, lm_infinite_mask, moa_mask, streaming_llm_mask, tri_shape_mask
-from flexmask.block_masks.references import oracle_mask, published_mask
+from flexmask.block_masks.published import published_mask
 from flexmask.block_masks.sparge import sparge_mask
-from flexmask.block_masks.vertical_slash import minference_mask, vertical_slash_mask
+from flexmask.block_masks.vertical_slash import vertical_slash_mask
 from flexmask.block_masks.xattention import xattention_mask
 from flexmask.selector import METHODS as METHODS
 

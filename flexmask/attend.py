@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
 from flexmask.base.selection import BlockLists, Selection
-from flexmask.dense_policy import CallOptions, CallPlan
+from flexmask.call_options import CallOptions
+from flexmask.dense_policy import CallPlan
 from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, sdpa

@@ -11,7 +11,8 @@ from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.attend import attend
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
-from flexmask.dense_policy import MAX_MASK_BYTES, checked_call_options, notice_dense
+from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
+from flexmask.dense_policy import notice_dense
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats
 

@@ -25,7 +25,7 @@ from flexmask._torch import (
     without_function_modes,
 )
 from flexmask.base.inputs import AttentionInputs
-from flexmask.locking import without_tf32
+from flexmask.precision import without_tf32
 
 _log = logging.getLogger("flexmask")
 

@@ -1,4 +1,4 @@
-"""How calls are served: their options; dense or sparse, and why, for calls, layers and single heads; the log line of it."""
+"""Dense or sparse, and why, for calls, layers and single heads; and the log line that says so."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import NamedTuple
 import torch
 
 from flexmask._torch import in_dispatch_mode, is_traced
-from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS, check_int, check_word, plain_number
+from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.backend import BACKENDS
 from flexmask.selector import METHODS, CallSelector
 
 _log = logging.getLogger("flexmask")
 _said: set[str] = set()
 # tokens of kv_len (docs/performance.md)
 DENSE_BELOW = 16384
-MAX_MASK_BYTES = 2**30
 # density above which SDPA is faster than FlexAttention's CPU kernel, mask included: python -m bench.speed.cpu
 CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43}
 
@@ -77,30 +75,6 @@ class DensePolicy(NamedTuple):
         if window is not None and window < self.dense_below:
             return f"sliding window {window} < dense_below {self.dense_below}"
         return None
-
-
-class CallOptions(NamedTuple):
-    """Checked options, from `checked_call_options`."""
-
-    backend: str = "auto"
-    policy: DensePolicy = DensePolicy()
-    max_mask_bytes: int = MAX_MASK_BYTES
-
-
-def checked_call_options(
-    backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES
-) -> CallOptions:
-    """Check the options and fill in their defaults."""
-    check_word("backend", backend, BACKENDS)
-    max_mask_bytes = plain_number(max_mask_bytes)
-    check_int("max_mask_bytes", max_mask_bytes)
-    if max_mask_bytes <= 0:
-        raise ValueError(f"max_mask_bytes must be > 0 bytes; got {max_mask_bytes}")
-    dense_below = DENSE_BELOW if dense_below is None else plain_number(dense_below)
-    check_int("dense_below", dense_below)
-    if dense_below < 0:
-        raise ValueError(f"dense_below must be >= 0 tokens; got {dense_below}")
-    return CallOptions(backend, DensePolicy(dense_below), max_mask_bytes)
 
 
 def by_head_dim(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str | None:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
-from flexmask.dense_policy import MAX_MASK_BYTES, CallOptions, checked_call_options
+from flexmask.call_options import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"

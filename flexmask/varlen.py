@@ -13,7 +13,8 @@ from flexmask.attend import Attended, attend
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
-from flexmask.dense_policy import MAX_MASK_BYTES, checked_call_options, notice_dense
+from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
+from flexmask.dense_policy import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.selector import selector_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flexmask import sparse_attention
-from flexmask.locking import without_tf32
+from flexmask.precision import without_tf32
 from tests.compile_support import counting as counting
 from tests.compile_support import cut, default_dtype, recompilations, set_to
 from tests.interrupts import in_another_thread, interrupted

@@ -14,8 +14,8 @@ from tests.repository import ROOT, SIDE_FOLDERS
 INDEX = "flexmask"
 # a folder or module imports from those before it only
 ORDER = (
-    "_torch", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
-    "stats", "users_mask", "selector", "dense_policy", "select", "method", "block_masks", "attend",
+    "_torch", "base", "plain", "kernels", "locking", "precision", "compilation", "flex", "export", "plot",
+    "stats", "users_mask", "selector", "dense_policy", "call_options", "select", "method", "block_masks", "attend",
     INDEX, "attention", "varlen", "warming", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import Call
 from flexmask import block_masks, sparse_attention
 from flexmask.base.inputs import attention_inputs
-from flexmask.dense_policy import MAX_MASK_BYTES
+from flexmask.call_options import MAX_MASK_BYTES
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention

@@ -13,7 +13,7 @@ from flexmask.base.inputs import AttentionInputs, head_groups, without_autocast
 from flexmask.base.scores import capped
 from flexmask.base.visibility import in_blocks, num_blocks, token_validity, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.locking import without_tf32
+from flexmask.precision import without_tf32
 
 _MOST_SCORES = 2**24  # at once: 64 MiB in float32
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from flexmask.attend import attend as attend_blocks
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.dense_policy import CallOptions, by_head_dim
+from flexmask.call_options import CallOptions
+from flexmask.dense_policy import by_head_dim
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexmask.base.inputs import AttentionInputs, SparseInputs, head_groups, without_autocast
 from flexmask.base.scores import capped, widest_float
 from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
-from flexmask.locking import without_tf32
+from flexmask.precision import without_tf32
 from flexmask.select import select_blocks
 from flexmask.selector import CallSelector, Selector
 

@@ -14,7 +14,7 @@ from tests.integrations.test_overlapping_blocks import is_untouched
 from tests.interrupts import in_another_thread, interrupted
 
 # of what enters and leaves, without the forward and the checks of options
-FILES = ("session.py", "prefill.py", "registration.py", "locking.py", "probe.py")
+FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "locking.py", "probe.py")
 
 
 def entered(model, kept, ids):
