@@ -137,6 +137,7 @@ def test_masks_equal_those_of_the_plain_steps(name):
     else:
         assert_same_blocks(found, expected)
         assert_same_blocks(plain, expected)
+        assert_same_stats(plain.stats, case.search(case.query.float(), case.key.float()).stats)
     assert (expected.margin > 1e-5).float().mean() > 0.6
     assert case.key.shape[2] < 64 or (found.stats.density < 1).any()
     assert "tau" not in CALLS[name] or found.stats.is_query_aware.any() or "window" in name
