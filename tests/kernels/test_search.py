@@ -93,7 +93,8 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     **{
         f"{method}, a window of more than all tokens": {
-            "method": method, "q_len": 76, "kv_len": 96, "heads": (2, 1), "q_offset": 3, "scores": {"window": 2**40},
+            "method": method, "q_len": 76, "kv_len": 96, "batch": 2, "sharpness": 5.0, "scores": {"window": 2**40},
+            "attention_mask": padding(96, ("left", 48), ("left", 5)), "q_offset": torch.tensor([20, 3]),
         }
         for method in ("flexprefill", "hybrid")
     },
