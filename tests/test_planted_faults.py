@@ -18,7 +18,6 @@ from flexmask.plain import Blocks, extended_lines
 from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
-from tests.oracle.hybrid import Rule
 
 BLOCK = 16
 
@@ -141,12 +140,12 @@ def hybrid_case():
 
 
 # the constants, with values under which all decide something; the others are those of the floor
-SENSITIVE = dict(zip(Rule._fields[:-2], (320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4), strict=True))
+SENSITIVE = hybrid.plain.Rule(320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4)
 
 
 def other_constant(name, factor):
-    value = SENSITIVE[name.lower()]
-    return hybrid, name, type(value)(value * factor)
+    value = getattr(SENSITIVE, name)
+    return hybrid, "RULE", SENSITIVE._replace(**{name: type(value)(value * factor)})
 
 
 def other_step(name, change):
@@ -185,10 +184,10 @@ def gate_everywhere(right, problem, lines, blocks, *rest):
 RULE_FAULTS = {
     **{
         name: other_constant(name, 1.5)
-        for name in ("LENGTH", "GAMMA", "LONGER", "KEY_BLOCK", "DIAGONAL", "ROWS", "EARLIER_ROWS", "FIRST_ROWS", "LINES")
+        for name in ("length", "gamma", "longer", "key_block", "diagonal", "rows", "earlier_rows", "first_rows", "lines")
     },
-    "MOST_LONGER": other_constant("MOST_LONGER", 0.5),
-    "NEAREST": other_constant("NEAREST", 2),
+    "most_longer": other_constant("most_longer", 0.5),
+    "nearest": other_constant("nearest", 2),
     "mean instead of the most": other_step("last_rows_lines", mean_of_rows),
     "no residual": other_step("last_rows_lines", with_argument("near", lambda _: 10**6)),
     "residual of the nearest too": other_step("last_rows_lines", with_argument("near", lambda _: 0)),
@@ -212,8 +211,7 @@ def hybrid_expected():
 @pytest.fixture
 def _sensitive(monkeypatch):
     """Constants that all decide something."""
-    for name, value in SENSITIVE.items():
-        monkeypatch.setattr(hybrid, name.upper(), value)
+    monkeypatch.setattr(hybrid, "RULE", SENSITIVE)
 
 
 @pytest.mark.usefixtures("_sensitive")

@@ -13,7 +13,7 @@ from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
+from flexmask.block_masks.hybrid.plain import Rule, Thresholds
 from flexmask.method import BlockProblem, ByHead, method
 
 # what steps hand on, under these names in `plain` and in `kernels`
@@ -25,7 +25,7 @@ Blocks = TypeVar("Blocks", covariant=True)
 class HybridSteps(Protocol[Mass, Evidence, Blocks]):
     """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
 
-    def thresholds(self, problem: BlockProblem, gamma: Any, rule: ThresholdRule, /) -> Thresholds: ...
+    def thresholds(self, problem: BlockProblem, gamma: Any, rule: Rule, /) -> Thresholds: ...
     def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
     def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
     def row_blocks(
@@ -40,28 +40,7 @@ if HAS_TRITON:
 
     _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.SplitMeans, kernels.Blocks] = kernels
 
-# docs/design.md, "Why these constants", has how they were chosen.
-# prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
-LENGTH = 16384
-# above this gamma they fall faster with the length: (1 - gamma)/(1 - GAMMA) is raised to 1 + LONGER per doubling of LENGTH, the
-# latter at most MOST_LONGER
-GAMMA = 0.9
-LONGER = 1 / 2
-MOST_LONGER = 1
-# share of one representative row's attention that keeps a key block
-KEY_BLOCK = 0.5
-# share of their mean attention, outside those key blocks, that keeps a block diagonal
-DIAGONAL = 0.2
-# root mean square share of a query block's attention to key means that keeps a key block
-ROWS = 0.2
-# the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
-EARLIER_ROWS = 0.6
-# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - GAMMA)/g > 1, g below, the threshold is multiplied by its pth power too
-FIRST_ROWS = 1 / 2
-# share of its threshold below which a query block takes no line
-LINES = 1 / 16
-# query blocks with representative rows keep this many times the nearest blocks
-NEAREST = 8
+RULE = Rule()
 # from which a gamma per head is tuned: 1 computes nothing
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
@@ -143,20 +122,17 @@ def hybrid_mask(
     """
     shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
     steps: HybridSteps[Any, Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
-    rule = ThresholdRule(
-        LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
-    )
-    least = steps.thresholds(problem, gamma, rule)
+    least = steps.thresholds(problem, gamma, RULE)
 
     # the last rows: true attention, and the lines kept of it
     last = shared.representative_mass(problem, "last")
-    lines = steps.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
+    lines = steps.last_rows_lines(problem, last, least.lines, RULE.nearest * nearest)
 
     # all rows: attention to key means, and the blocks kept of it
     evidence = steps.row_evidence(problem, row_stride)
-    blocks = steps.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
+    blocks = steps.row_blocks(problem, evidence, least.rows, RULE.lines, min_coverage)
 
-    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
+    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, RULE.nearest * nearest))
     covered: list[Tensor] = []
 
     def row_coverage(keep: Tensor, which: int) -> Tensor:

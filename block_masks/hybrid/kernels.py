@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
-from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, ThresholdRule, Thresholds
+from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, Rule, Thresholds
 from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans as SplitMeans
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
@@ -83,7 +83,7 @@ def _thresholds_kernel(
         tl.store(p_lines + tl.num_programs(2) * num_heads, tl.full([], DIAGONAL, tl.float64) * share)
 
 
-def thresholds(problem: BlockProblem, gamma: Number, rule: ThresholdRule) -> Thresholds:
+def thresholds(problem: BlockProblem, gamma: Number, rule: Rule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`; a number holds for all heads."""
     q_edges, num_heads, by_head = problem.packed_edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
     batch, _, num_q_blocks = q_edges.shape
@@ -92,8 +92,9 @@ def thresholds(problem: BlockProblem, gamma: Number, rule: ThresholdRule) -> Thr
     )
     _thresholds_kernel[(cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
         gamma if by_head else q_edges, 0 if by_head else struct.unpack("q", struct.pack("d", gamma))[0],
-        q_edges, lines, rows, num_heads, num_q_blocks, *rule, BY_HEAD=by_head,
-        TILE=_Q_BLOCKS, num_warps=2,
+        q_edges, lines, rows, num_heads, num_q_blocks,
+        rule.length / problem.block_size, rule.gamma, rule.longer, rule.most_longer, rule.key_block, rule.diagonal, rule.rows,
+        rule.earlier_rows, rule.first_rows, BY_HEAD=by_head, TILE=_Q_BLOCKS, num_warps=2,
     )  # fmt: skip
     return Thresholds(lines, rows)
 
