@@ -26,10 +26,6 @@ from flexmask.base.selection import BlockLists, block_lists
 from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, visible_keys, whole_blocks
 
 
-def edges_of(*_: object) -> None:
-    """None: only the kernels read edges."""
-
-
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
     """Mean of every block's valid tokens (None: all), (batch, heads, num_blocks, head_dim) float32; zero without any.
 

@@ -21,12 +21,11 @@ from flexmask.compilation import run_compiled
 from flexmask.selector import METHODS, CallSelector, Selector
 from flexmask.stats import FROM_LISTS, computed, empty
 
+_PLAIN: Steps = plain
 if HAS_TRITON:
     from flexmask import kernels
 
-    _KERNELS: Steps[kernels.RepresentativeMass, kernels.Blocks] = kernels
-
-_PLAIN: Steps[plain.RepresentativeMass, plain.Blocks] = plain
+    _KERNELS: Steps = kernels
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
@@ -63,7 +62,8 @@ def run_kernels(
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
     # Triton launches on the current device
     with contextlib.nullcontext() if is_current else torch.cuda.device(device):
-        problem = cut_into_blocks(inputs, selector.block_size, _KERNELS, wants_map)
+        edges = kernels.edges_of(inputs, selector.block_size)
+        problem = BlockProblem(inputs, selector.block_size, _KERNELS, wants_map, edges)
         result = result_of(problem, selector.method.choose, fixed, tensors, statistics)
     return _finished(selector, result, with_map)
 
@@ -121,7 +121,7 @@ def plain_result(
     end: Tensor | None,
 ) -> Selection:
     """As torch compiles it."""
-    return result_of(cut_into_blocks(inputs, block_size, _PLAIN, end=end), choose, fixed, tensors, statistics)
+    return result_of(cut_into_blocks(inputs, block_size, _PLAIN, end), choose, fixed, tensors, statistics)
 
 
 def result_of(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Lines, Number
-from flexmask.base.checks import check_int, check_share
+from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
@@ -16,40 +16,34 @@ from flexmask.block_masks.hybrid import plain
 from flexmask.block_masks.hybrid.plain import Rule, Thresholds
 from flexmask.method import BlockProblem, ByHead, method
 
-# what steps hand on, under these names in `plain` and in `kernels`
-Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
-Evidence = TypeVar("Evidence")  # `RowEvidence`, in `kernels` `SplitMeans`
-Blocks = TypeVar("Blocks", covariant=True)
 
-
-class HybridSteps(Protocol[Mass, Evidence, Blocks]):
-    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
+class HybridSteps(Protocol):
+    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`), with types of their own where Any stands."""
 
     def thresholds(self, problem: BlockProblem, gamma: Any, rule: Rule, /) -> Thresholds: ...
-    def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
-    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
+    def last_rows_lines(self, problem: BlockProblem, last: Any, thresholds: Tensor, near: int, /) -> Lines: ...
+    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Any: ...
     def row_blocks(
-        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0, /
-    ) -> Blocks: ...
-    def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
+        self, problem: BlockProblem, evidence: Any, thresholds: Tensor, of_lines: float, min_coverage: Number = 0, /
+    ) -> Any: ...
+    def row_coverage(self, problem: BlockProblem, evidence: Any, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
 
 
-_PLAIN: HybridSteps[plain.RepresentativeMass, plain.RowEvidence, plain.Blocks] = plain
+_PLAIN: HybridSteps = plain
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
-    _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.SplitMeans, kernels.Blocks] = kernels
+    _KERNELS: HybridSteps = kernels
 
 RULE = Rule()
 # from which a gamma per head is tuned: 1 computes nothing
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
-def _check(*, block_size: int, row_stride: int, min_coverage: float, **_: Any) -> None:
+def _check(*, block_size: int, row_stride: int, **_: Any) -> None:
     check_int("row_stride", row_stride)
     if not block_size // 32 <= row_stride or row_stride < 1 or block_size % row_stride != 0:
         raise ValueError(f"row_stride must be a divisor of block_size ({block_size}) and at least a 32nd of it; got {row_stride}")
-    check_share("min_coverage", min_coverage, zero=True)
 
 
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
@@ -63,6 +57,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 @method(
     has_kernels=True,
     counts={"min_budget": (0, "tokens")},
+    ranges={"min_coverage": "[0, 1]"},
     check=_check,
     keeps_all=lambda gamma, **_: gamma == 1,
     head_bytes=_head_bytes,
@@ -121,7 +116,7 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
-    steps: HybridSteps[Any, Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
+    steps = _KERNELS if problem.by_kernels else _PLAIN
     least = steps.thresholds(problem, gamma, RULE)
 
     # the last rows: true attention, and the lines kept of it

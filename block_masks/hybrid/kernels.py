@@ -11,15 +11,12 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
 from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, Rule, Thresholds
-from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans as SplitMeans
+from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans, squares_of_shares
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
-from flexmask.block_masks.hybrid.row_evidence_kernel import squares_of_shares
-from flexmask.kernels import MOST_BLOCKS
-from flexmask.kernels import Blocks as Blocks
+from flexmask.kernels import MOST_BLOCKS, Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
-from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
+from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, RepresentativeMass, diagonal_sums, key_block_shares, load_rows
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 _Q_BLOCKS = 128
@@ -85,7 +82,7 @@ def _thresholds_kernel(
 
 def thresholds(problem: BlockProblem, gamma: Number, rule: Rule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`; a number holds for all heads."""
-    q_edges, num_heads, by_head = problem.packed_edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
+    q_edges, num_heads, by_head = problem.edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
     batch, _, num_q_blocks = q_edges.shape
     lines, rows = (
         q_edges.new_empty(shape, dtype=torch.float64) for shape in ((2, batch, num_heads), (batch, num_heads, num_q_blocks))
@@ -142,7 +139,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms, last.rows, problem.packed_edges.kv_edges, thresholds, kept,
+            last.sums.blocks, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
             num_heads, blocks, min(near, MOST_BLOCKS),
             OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
@@ -241,7 +238,7 @@ def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, problem.packed_edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
+        squares, number, problem.edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
         num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage), of_lines,
         BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=not is_off(min_coverage), FLOOR_IS_READ=is_read,
         HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,

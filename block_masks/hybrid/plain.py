@@ -11,9 +11,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.plain import Blocks as Blocks
-from flexmask.plain import RepresentativeMass as RepresentativeMass
-from flexmask.plain import RowMass, line_mass, pooled_scores, row_mass
+from flexmask.plain import Blocks, RepresentativeMass, RowMass, line_mass, pooled_scores, row_mass
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6
@@ -26,8 +24,8 @@ class Rule(NamedTuple):
 
     # prompt tokens at which thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
     length: int = 16384
-    # above this gamma they fall faster with the length: (1 - its gamma)/(1 - this) is raised to 1 + longer per doubling of length,
-    # the latter at most most_longer
+    # above this gamma they fall faster with the length: (1 - its gamma)/(1 - this) is raised to 1 + longer per doubling of the
+    # length, the latter at most most_longer
     gamma: float = 0.9
     longer: float = 1 / 2
     most_longer: float = 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,6 @@ from flexmask.base.visibility import (
     valid_keys,
 )
 
-if TYPE_CHECKING:
-    from flexmask.kernels.visibility import PackedEdges
-
-
 # a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
 Number = float | Tensor
 
@@ -40,27 +36,15 @@ class Lines(NamedTuple):
     kept: Tensor  # (2, batch, num_heads, num_kv_blocks) bool or int8: key blocks, then block diagonals
 
 
-# what steps hand on, and only steps of the same kind read: types of `flexmask.plain` or of `flexmask.kernels`
-Mass = TypeVar("Mass")  # `RepresentativeMass`: attention of the representative rows
-Blocks = TypeVar("Blocks", contravariant=True)  # `Blocks`: those that rows choose
+class Steps(Protocol):
+    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`, with types of their own where Any stands."""
 
-
-class Steps(Protocol[Mass, Blocks]):
-    """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. Kernels make a map only `with_map`."""
-
-    def edges_of(self, inputs: SparseInputs, block_size: int, /) -> PackedEdges | None: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
-    def representative_mass(self, problem: BlockProblem, which: str, /) -> Mass: ...
+    def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
     def kept_blocks(
-        self,
-        problem: BlockProblem,
-        lines: Lines,
-        blocks: Blocks | None,
-        last: Mass | None = None,
-        nearest: tuple[int, int] = (0, 0),
-        /,
+        self, problem: BlockProblem, lines: Lines, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
     ) -> tuple[BlockLists, Tensor | None]: ...
-    def coverage(self, problem: BlockProblem, mass: Mass, keep: Tensor, /) -> Tensor: ...
+    def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -76,25 +60,19 @@ class BlockProblem:
     steps
         The shared steps, plain or kernels.
     with_map
-        True if the map of kept blocks is needed.
+        True if the map of kept blocks is needed, which plain steps always make.
     """
 
     inputs: SparseInputs
     block_size: int
-    steps: Steps[Any, Any]
+    steps: Steps
     with_map: bool = True
-    edges: PackedEdges | None = None  # the geometry as kernels read it; None for plain steps
+    edges: Any = None  # the geometry as kernels read it, `flexmask.kernels.visibility.Edges`; None for plain steps
     cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
 
     @property
     def by_kernels(self) -> bool:
         return self.edges is not None
-
-    @property
-    def packed_edges(self) -> PackedEdges:
-        """`edges`, for kernels."""
-        assert self.edges is not None
-        return self.edges
 
     @property
     def tokens(self) -> Tokens:
@@ -143,8 +121,7 @@ class BlockProblem:
 
     def key_means(self) -> Tensor:
         """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 without any."""
-        means: Tensor = self.steps.key_means(self)
-        return means
+        return self.steps.key_means(self)
 
     def query_means(self, blocks: int = 1) -> Tensor:
         """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
@@ -187,13 +164,8 @@ class BlockProblem:
         return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
 
 
-def cut_into_blocks(
-    inputs: SparseInputs, block_size: int, steps: Steps[Any, Any], with_map: bool = True, end: Tensor | None = None
-) -> BlockProblem:
-    """Cut a call into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
-    edges = steps.edges_of(inputs, block_size)
-    if edges is not None:
-        return BlockProblem(inputs, block_size, steps, with_map, edges)
+def cut_into_blocks(inputs: SparseInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
+    """Cut a call into blocks, for plain steps; of a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     tokens = _tokens(inputs)
     if end is not None:
         # keys up to it are filled
@@ -201,7 +173,7 @@ def cut_into_blocks(
         if inputs.attention_mask is not None:
             key_valid = key_valid & inputs.attention_mask
         tokens = Tokens(tokens.offset, tokens.position, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
-    return BlockProblem(inputs, block_size, steps, with_map, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
+    return BlockProblem(inputs, block_size, steps, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
 
 
 def _tokens(inputs: AttentionInputs) -> Tokens:

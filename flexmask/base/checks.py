@@ -232,11 +232,11 @@ def check_count(name: str, value: Any, least: int, unit: str) -> None:
         raise ValueError(f"{name} must be >= {least} {unit}; got {value}")
 
 
-def check_share(name: str, value: Any, zero: bool = False) -> None:
-    """Raise unless `value` is in (0, 1], or in [0, 1] where `zero` is allowed."""
+def check_share(name: str, value: Any, interval: str = "(0, 1]") -> None:
+    """Raise unless `value` is in the interval, ``"(0, 1]"`` or ``"[0, 1]"``."""
     check_real(name, value)
-    if not (0 <= value <= 1 if zero else 0 < value <= 1):
-        raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1]; got {value}")
+    if not (0 <= value <= 1 if interval == "[0, 1]" else 0 < value <= 1):
+        raise ValueError(f"{name} must be in {interval}; got {value}")
 
 
 def check_shares(name: str, value: Any) -> None:
@@ -250,7 +250,7 @@ def check_shares(name: str, value: Any) -> None:
         check_share(name, value)
 
 
-def check_max_budget(max_budget: Any, min_budget: int) -> None:
+def check_max_budget(*, max_budget: Any, min_budget: int, **_: Any) -> None:
     """Raise unless the cap is None or at least one token and the floor."""
     if max_budget is not None:
         check_int("max_budget", max_budget)

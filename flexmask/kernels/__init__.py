@@ -5,7 +5,7 @@ blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p
 a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last. A row of a map, ``map_row``, is a query block
 of one head.
 
-Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``representative`` is a plane of its
+Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `Edges`, ``representative`` is a plane of its
 `representative`, ``last_rows`` the one of the last; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch,
 num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
 block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
@@ -144,7 +144,7 @@ def kept_blocks(
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
-    inputs, edges, kept, with_keep = problem.inputs, problem.packed_edges, lines.kept, problem.with_map
+    inputs, edges, kept, with_keep = problem.inputs, problem.edges, lines.kept, problem.with_map
     batch, num_heads, num_kv_blocks = kept.shape[1:]
     num_q_blocks = edges.q_edges.shape[2]
     shape = (batch, num_heads, num_q_blocks)
