@@ -135,8 +135,7 @@ def result_of(
     choice = choose(problem, **fixed, **tensors)
     if not isinstance(choice, Choice):
         choice = from_map(problem, choice)
-    stats = dict(zip(statistics, computed(choice, statistics, problem), strict=True)) if statistics else {}
-    return Selection(choice.lists, choice.keep, stats, problem.block_size, None, choice.mask_mod)
+    return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
 
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
@@ -184,8 +183,8 @@ def _as_one_operator(
     integers = {name: int(value) for name, value in fixed.items() if name not in words}
     outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
-        selector.method.name, selector.block_size, list(tensors), list(tensors.values()), list(words), list(words.values()),
-        list(integers), list(integers.values()), with_map, list(statistics),
+        selector.method.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()), list(words.values()),
+        list(integers.values()), with_map, list(statistics),
     )  # fmt: skip
     stats, title = dict(zip(statistics, outputs[5:], strict=True)), selector.title if with_map else None
     return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size, title)
@@ -195,8 +194,8 @@ def _as_one_operator(
     "flexmask::select",
     mutates_args=(),
     schema="(Tensor query, Tensor key, float scale, float? softcap, SymInt? window, Tensor? attention_mask, Tensor? offset, "
-    "str method, SymInt block_size, str[] tensor_names, Tensor[] tensors, str[] word_names, str[] words, str[] integer_names, "
-    "SymInt[] integers, bool with_map, str[] statistics) -> Tensor[]",
+    "str method, SymInt block_size, str[] names, Tensor[] tensors, str[] words, SymInt[] integers, bool with_map, "
+    "str[] statistics) -> Tensor[]",
 )
 def selection_operator(
     query: Tensor,
@@ -208,23 +207,20 @@ def selection_operator(
     offset: Tensor | None,
     method: str,
     block_size: int,
-    tensor_names: list[str],
+    names: list[str],
     tensors: list[Tensor],
-    word_names: list[str],
     words: list[str],
-    integer_names: list[str],
     integers: list[int],
     with_map: bool,
     statistics: list[str],
 ) -> list[Tensor]:
-    """`run_kernels` as an operator; options that are not among the tensors, words and integers are None."""
-    by_name = dict(zip(tensor_names, tensors, strict=True))
-    fixed = zip([*word_names, *integer_names], [*words, *integers], strict=True)
-    options = {**dict.fromkeys(METHODS[method].defaults), **dict(fixed), **by_name}
+    """`run_kernels` as an operator; options that `names` lacks, those of tensors, words and integers, are None."""
+    given = zip(names, [*tensors, *words, *integers], strict=True)
+    options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
     selector = Selector(METHODS[method], block_size, options)
     run = run_kernels if selector.runs_kernels(query) else run_plain
-    selection = run(selector, inputs, by_name, with_map, tuple(statistics))
+    selection = run(selector, inputs, dict(zip(names, tensors, strict=False)), with_map, tuple(statistics))
     keep = query.new_empty(0, dtype=torch.bool) if selection.keep is None else selection.keep
     return [*selection.lists, keep, *selection.stats.values()]
 
