@@ -103,12 +103,11 @@ def launched(problem: Problem) -> dict[str, Variant]:
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
         config = Config(0.5, 0.5, **options)
         # in a caller's graph numbers are tensors, else arguments
-        tensors = {name: value for name, value in numbers.items() if name in config.options and rich}
-        fixed = {name: value for name, value in config.options.items() if name not in tensors}
+        given = config.options | {name: value for name, value in numbers.items() if name in config.options and rich}
         inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
         statistics = ("row_coverage",) if rich else ()
         blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
-        result_of(blocks, choose, fixed, tensors, statistics)
+        result_of(blocks, choose, given, statistics)
     return found
 
 
