@@ -140,7 +140,7 @@ def _kept(shape: torch.Size, heads: int, first: int, device: torch.device) -> Te
     return ((3 * i + 5 * j + h + b) % 4 < 2) & (j != own) | (j == own - 1) | ((j == own) & (i % 2 == 0))
 
 
-Attend = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | None]]
+Kernel = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | None]]
 
 
 class Verdict(NamedTuple):
@@ -154,14 +154,16 @@ class Verdict(NamedTuple):
     lse_error: float | None = None
 
 
-def check_flash(call: FlashCall, device: torch.device, attend: Attend | None = None) -> Verdict:
+def _flash(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    return run_flex_attention(inputs, mask, "flash", return_lse)
+
+
+def check_flash(call: FlashCall, device: torch.device, kernel: Kernel = _flash) -> Verdict:
     """Compare the kernel, or what stands for it, with float64 attention to the mask's pairs; an error is a reason, too."""
     start = time.perf_counter()
     try:
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.gradients):
-            verdict = _compared(
-                call, device, attend or (lambda inputs, mask, lse: run_flex_attention(inputs, mask, "flash", lse))
-            )
+            verdict = _compared(call, device, kernel)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -177,10 +179,10 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def _compared(call: FlashCall, device: torch.device, attend: Attend) -> Verdict:
+def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
     inputs, mask, visible, pairs = flash_problem(call, device)
     assert inputs.value is not None
-    out, lse = attend(inputs, mask, not call.gradients)
+    out, lse = kernel(inputs, mask, not call.gradients)
     expected, expected_lse = exact_attention(inputs, pairs)
     off = float((out.double() - expected).detach().abs().max())
     if not _agree(out, expected):
