@@ -52,7 +52,7 @@ def select_blocks(
         return result.with_fields(keep=result.keep if with_map else None, title=title)
 
 
-def with_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool = False) -> Selector:
+def with_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool) -> Selector:
     """The selector with options that are numbers as tensors in `widest_float`, so another value is not another compilation.
 
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).

@@ -231,7 +231,7 @@ def _row_blocks_kernel(
                 tl.store(p_codes + o_kv, b_takes_lines + 2 * m_stays.to(tl.int8), mask=o_kv < end)
 
 
-def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_lines: float, min_coverage: Number = 0) -> Blocks:
+def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_lines: float, min_coverage: Number) -> Blocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
     squares, number = squares_of_shares(problem, split)
     codes = torch.empty_like(squares, dtype=torch.int8)

@@ -116,9 +116,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(
-    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0
-) -> Blocks:
+def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number) -> Blocks:
     """The key blocks whose evidence reaches `thresholds`, with `more_blocks`, and `of_lines` times that; NaN reaches both."""
     share, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
     chosen, lines = ~(share < thresholds.float()), ~(share < (of_lines * thresholds).float())

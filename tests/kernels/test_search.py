@@ -254,7 +254,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
-        found = select._as_one_operator(with_tensors(selector, query), inputs, with_map, statistics)
+        found = select._as_one_operator(with_tensors(selector, query, False), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]
