@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines, Number, is_off
+from flexmask.base.blocks import Number, is_off
 from flexmask.base.checks import check_max_budget
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
-from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
-
-class FlexPrefillSteps(Protocol):
-    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`), with types of their own where Any stands."""
-
-    def pattern_and_lines(
-        self, problem: BlockProblem, pattern: Any, index: Any, means: Tensor, shares: Shares, budget: Budget, /
-    ) -> tuple[Tensor, Tensor, Lines]: ...
-    def query_aware_blocks(
-        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
-    ) -> Any: ...
-
-
-_PLAIN: FlexPrefillSteps = plain
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
-
-    _KERNELS: FlexPrefillSteps = kernels
 
 QUERY_SUBSETS = ("last", "middle")
 
@@ -141,7 +125,7 @@ def flexprefill_mask(
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
     largest: Number = tau if is_off(tau) else problem.as_tensor(tau)
-    steps = _KERNELS if problem.by_kernels else _PLAIN
+    steps: Any = kernels if problem.by_kernels else plain  # the method's own
     size = problem.block_size
     floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
 

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines, Number
 from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import Rule, Thresholds
+from flexmask.block_masks.hybrid.plain import Rule
 from flexmask.method import BlockProblem, ByHead, method
 
-
-class HybridSteps(Protocol):
-    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`), with types of their own where Any stands."""
-
-    def thresholds(self, problem: BlockProblem, gamma: Any, rule: Rule, /) -> Thresholds: ...
-    def last_rows_lines(self, problem: BlockProblem, last: Any, thresholds: Tensor, near: int, /) -> Lines: ...
-    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Any: ...
-    def row_blocks(
-        self, problem: BlockProblem, evidence: Any, thresholds: Tensor, of_lines: float, min_coverage: Number, /
-    ) -> Any: ...
-    def row_coverage(self, problem: BlockProblem, evidence: Any, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
-
-
-_PLAIN: HybridSteps = plain
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
-
-    _KERNELS: HybridSteps = kernels
 
 RULE = Rule()
 # from which a gamma per head is tuned: 1 computes nothing
@@ -116,7 +99,7 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
-    steps = _KERNELS if problem.by_kernels else _PLAIN
+    steps: Any = kernels if problem.by_kernels else plain  # the method's own
     least = steps.thresholds(problem, gamma, RULE)
 
     # the last rows: true attention, and the lines kept of it
