@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once, is_traced, keep_static
-from flexmask.base.blocks import BlockProblem, Steps, cut_into_blocks
+from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
@@ -21,11 +21,9 @@ from flexmask.compilation import run_compiled
 from flexmask.selector import METHODS, CallSelector, Selector
 from flexmask.stats import FROM_LISTS, computed, empty
 
-_PLAIN: Steps = plain
 if HAS_TRITON:
     from flexmask import kernels
 
-    _KERNELS: Steps = kernels
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
@@ -88,7 +86,7 @@ def run_kernels(selector: Selector, inputs: SparseInputs, with_map: bool, statis
     # Triton launches on the current device
     with contextlib.nullcontext() if is_current else torch.cuda.device(device):
         edges = kernels.edges_of(inputs, selector.block_size)
-        problem = BlockProblem(inputs, selector.block_size, _KERNELS, wants_map, edges)
+        problem = BlockProblem(inputs, selector.block_size, kernels, wants_map, edges)
         return result_of(problem, selector.method.choose, selector.options, statistics)
 
 
@@ -126,7 +124,7 @@ def plain_result(
     end: Tensor | None,
 ) -> Selection:
     """As torch compiles it."""
-    return result_of(cut_into_blocks(inputs, block_size, _PLAIN, end), choose, options, statistics)
+    return result_of(cut_into_blocks(inputs, block_size, plain, end), choose, options, statistics)
 
 
 def result_of(
