@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.inputs import SparseInputs
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import (
@@ -17,7 +17,6 @@ from flexmask.base.visibility import (
     block_visibility,
     last_valid_keys,
     num_blocks,
-    token_validity,
     valid_keys,
 )
 
@@ -77,7 +76,7 @@ class BlockProblem:
     @property
     def tokens(self) -> Tokens:
         """Positions of the rows, and valid rows and keys."""
-        return _tokens(self.inputs) if self.cut is None else self.cut[0]
+        return self.inputs.tokens() if self.cut is None else self.cut[0]
 
     @property
     def seen(self) -> BlockVisibility:
@@ -166,7 +165,7 @@ class BlockProblem:
 
 def cut_into_blocks(inputs: SparseInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
     """Cut a call into blocks, for plain steps; of a slice of rows, `end` is the position after the whole's last row, (batch,)."""
-    tokens = _tokens(inputs)
+    tokens = inputs.tokens()
     if end is not None:
         # keys up to it are filled
         key_valid = torch.arange(inputs.key.shape[2], device=end.device) < end.unsqueeze(-1)
@@ -174,7 +173,3 @@ def cut_into_blocks(inputs: SparseInputs, block_size: int, steps: Steps, end: Te
             key_valid = key_valid & inputs.attention_mask
         tokens = Tokens(tokens.offset, tokens.position, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
     return BlockProblem(inputs, block_size, steps, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
-
-
-def _tokens(inputs: AttentionInputs) -> Tokens:
-    return token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)

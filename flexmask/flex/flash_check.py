@@ -20,7 +20,7 @@ from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, 
 from flexmask.base.inputs import AttentionInputs, SparseInputs
 from flexmask.base.scores import capped
 from flexmask.base.selection import Selection, block_lists
-from flexmask.base.visibility import block_visibility, token_validity, visible_keys
+from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
 
@@ -105,7 +105,7 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     scale, softcap = call.head_dim**-0.5, _SOFTCAP if call.softcap else None
     inputs = AttentionInputs(query, key, value, scale, softcap, window, token, needs_grad=with_gradients).with_offset()
 
-    tokens = token_validity(q_len, kv_len, inputs.offset, token, key)
+    tokens = inputs.tokens()
     seen = block_visibility(tokens, size, window)
     keep = _kept(seen.visible.shape, 1 if call.shared else _HEADS, offset // size, device)
     mask = block_mask(inputs, Selection(block_lists(keep & seen.visible[:, None], seen.full), None, {}, size))
