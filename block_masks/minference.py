@@ -9,14 +9,7 @@ from flexmask.base.inputs import map_bytes
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
-from flexmask.plain import (
-    by_offset,
-    extended_lines,
-    line_mass,
-    representative_attention,
-    representative_rows,
-    row_mass,
-)
+from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows, row_mass
 
 LAST_ROWS = 64
 SINK_TOKENS = 30

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flexmask import plain
-from flexmask.base.blocks import Lines
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.block_masks import hybrid
@@ -176,8 +175,8 @@ def mean_of_rows(right, problem, last, *rest):
 
 
 def gate_everywhere(right, problem, lines, blocks, *rest):
-    on_lines = extended_lines(lines.kept[0], lines.kept[1], problem.seen)
-    return right(problem, Lines(torch.zeros_like(lines.kept)), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
+    on_lines = extended_lines(lines[0], lines[1], problem.seen)
+    return right(problem, torch.zeros_like(lines), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
 
 
 # by name: what is replaced, by which name of its module, and by what

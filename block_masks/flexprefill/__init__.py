@@ -150,8 +150,8 @@ def flexprefill_mask(
         {
             "is_query_aware": lambda _: is_query_aware,
             "js_distance": lambda _: distance,
-            "num_vertical_blocks": lambda _: lines.kept[0].sum(-1),
-            "num_slash_blocks": lambda _: lines.kept[1].sum(-1),
+            "num_vertical_blocks": lambda _: lines[0].sum(-1),
+            "num_slash_blocks": lambda _: lines[1].sum(-1),
             "coverage": lambda keep: shared.coverage(problem, index, keep),
         },
     )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
@@ -147,7 +147,7 @@ def _pattern_kernel(
 
 def pattern_and_lines(
     problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
-) -> tuple[Tensor, Tensor, Lines]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
     (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
     block_size, representative = problem.block_size, pattern.rows
@@ -167,4 +167,4 @@ def pattern_and_lines(
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip
-    return is_query_aware, distance, Lines(kept)
+    return is_query_aware, distance, kept

@@ -122,8 +122,8 @@ def hybrid_mask(
         lists,
         keep,
         {
-            "num_vertical_blocks": lambda _: lines.kept[0].sum(-1),
-            "num_slash_blocks": lambda _: lines.kept[1].sum(-1),
+            "num_vertical_blocks": lambda _: lines[0].sum(-1),
+            "num_slash_blocks": lambda _: lines[1].sum(-1),
             "coverage": lambda keep: shared.coverage(problem, last, keep),
             "row_coverage": lambda keep: row_coverage(keep, 0),
             "least_row_coverage": lambda keep: row_coverage(keep, 1),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
+from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, Rule, Thresholds
 from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans, squares_of_shares
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
@@ -133,7 +133,7 @@ def _line_kernel(
     tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
 
 
-def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
@@ -143,7 +143,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
             num_heads, blocks, min(near, MOST_BLOCKS),
             OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
-    return Lines(kept)
+    return kept
 
 
 @kernel

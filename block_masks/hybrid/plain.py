@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
+from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
 from flexmask.plain import Blocks, RepresentativeMass, RowMass, line_mass, pooled_scores, row_mass
@@ -68,7 +68,7 @@ def thresholds(problem: BlockProblem, gamma: Tensor, rule: Rule) -> Thresholds:
     return Thresholds(lines, rule.rows * shares.unsqueeze(-1) * earlier)
 
 
-def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
     """Key blocks to which a row gives at least its threshold, and block diagonals to which the rows do on average.
 
     The latter without attention to kept key blocks beyond a row's `near` nearest. NaN reaches all `thresholds`.
@@ -84,7 +84,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     rest = (torch.where(left_out, 0.0, sums) for sums in row_mass(last.attention, rows, problem.block_size))
     left = line_mass(RowMass(*rest), rows, problem.block_size).slash
     slash = ~(left < of_diagonal.float().unsqueeze(-1)) & in_slash
-    return Lines(torch.stack([vertical, slash]))
+    return torch.stack([vertical, slash])
 
 
 class RowEvidence(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,14 +11,7 @@ from torch import Tensor
 from flexmask.base.inputs import SparseInputs
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists
-from flexmask.base.visibility import (
-    BlockVisibility,
-    Tokens,
-    block_visibility,
-    last_valid_keys,
-    num_blocks,
-    valid_keys,
-)
+from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, last_valid_keys, num_blocks, valid_keys
 
 # a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
 Number = float | Tensor
@@ -29,19 +22,16 @@ def is_off(option: Number) -> bool:
     return not isinstance(option, Tensor) and option == 0
 
 
-class Lines(NamedTuple):
-    """The lines that each head keeps."""
-
-    kept: Tensor  # (2, batch, num_heads, num_kv_blocks) bool or int8: key blocks, then block diagonals
-
-
 class Steps(Protocol):
-    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`, with types of their own where Any stands."""
+    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`, with types of their own where Any stands.
+
+    Kept lines are (2, batch, num_heads, num_kv_blocks), bool in plain steps and int8 in kernels: key blocks, then diagonals.
+    """
 
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
     def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
     def kept_blocks(
-        self, problem: BlockProblem, lines: Lines, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
+        self, problem: BlockProblem, lines: Tensor, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
     ) -> tuple[BlockLists, Tensor | None]: ...
     def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 
