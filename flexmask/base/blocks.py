@@ -155,11 +155,5 @@ class BlockProblem:
 
 def cut_into_blocks(inputs: SparseInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
     """Cut a call into blocks, for plain steps; of a slice of rows, `end` is the position after the whole's last row, (batch,)."""
-    tokens = inputs.tokens()
-    if end is not None:
-        # keys up to it are filled
-        key_valid = torch.arange(inputs.key.shape[2], device=end.device) < end.unsqueeze(-1)
-        if inputs.attention_mask is not None:
-            key_valid = key_valid & inputs.attention_mask
-        tokens = Tokens(tokens.offset, tokens.position, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
+    tokens = inputs.tokens(end)
     return BlockProblem(inputs, block_size, steps, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))

@@ -55,9 +55,9 @@ class AttentionInputs(NamedTuple):
         kv_len = self.key.shape[2]
         return kv_len if self.window is None else min(self.window, kv_len)
 
-    def tokens(self) -> Tokens:
-        """Positions of its rows, and valid rows and keys."""
-        return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key)
+    def tokens(self, end: Tensor | None = None) -> Tokens:
+        """Positions of its rows, and valid rows and keys; of a slice of rows, `end` is the position after the whole's last."""
+        return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key, end)
 
     def of_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
         sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
