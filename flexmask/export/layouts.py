@@ -71,9 +71,9 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     q_block, kv_block = kept.nonzero(as_tuple=True)
     pairs = None
     if with_pairs:
-        step = torch.arange(size, device=kept.device)
-        q_idx = (q_block[:, None] * size + step)[:, :, None].expand(-1, -1, size)
-        kv_idx = (kv_block[:, None] * size + step)[:, None, :].expand(-1, size, -1)
+        within = torch.arange(size, device=kept.device)
+        q_idx = (q_block[:, None] * size + within)[:, :, None].expand(-1, -1, size)
+        kv_idx = (kv_block[:, None] * size + within)[:, None, :].expand(-1, size, -1)
         exists = (q_idx < q_len) & (kv_idx < kv_len)
         # rows and keys past the end index nothing
         inside = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
