@@ -167,7 +167,9 @@ class _Timed:
         else:
             shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
             first = shape not in self._kernels
-            kernel = self._kernels.setdefault(shape, gain_times.fastest_dense(inputs)) if first else self._kernels[shape]
+            if first:
+                self._kernels[shape] = gain_times.fastest_dense(inputs)
+            kernel = self._kernels[shape]
             self.times.kernels.add(kernel)
             select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
             calls: list[Callable[[], Any]] = [call.attention, gain_times.dense_calls(inputs)[kernel], select]

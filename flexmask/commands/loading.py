@@ -122,8 +122,9 @@ def _found(model: str, option: str) -> tuple[str, bool, Any]:
         in_a_folder = "/" in model and path.parent.is_dir()
         if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
             usage_error(f"no folder {model}", option)
-        _check_on_hub(model)
     try:
+        if not is_local:
+            _check_on_hub(model)
         import transformers
     except ImportError as error:
         raise needs("transformers", "hf") from error
@@ -135,10 +136,8 @@ def _found(model: str, option: str) -> tuple[str, bool, Any]:
 
 def _check_on_hub(model: str) -> None:
     """One request for a name that is not cached: transformers would try for half a minute."""
-    try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    except ImportError as error:
-        raise needs("transformers", "hf") from error
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
     try:
         if not isinstance(try_to_load_from_cache(model, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)

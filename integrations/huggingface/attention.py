@@ -76,16 +76,17 @@ def serve(
 
 def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
-    scope, num_heads = scope_of(module), inputs.query.shape[1]
+    scope = scope_of(module)
     if prefill is not None:
         scope = prefill.scope(scope)
     if scope is None:
-        settings, index = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
+        run, probe, settings = None, None, settings_for(getattr(module, "config", None))
+        index = getattr(module, "layer_idx", None)
         layer = -1 if index is None else index
-        return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
-    layer, settings = scope.session.layer_of(module), scope.run.settings
-    selector = of_local_heads(settings.selector(layer), module, num_heads)
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
+    else:
+        run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
+    selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
 
 
 _outside_the_graph = torch.compiler.disable(serve)

@@ -81,9 +81,10 @@ def check_in_one_process(model: PreTrainedModel, function: str) -> None:
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
     """Number of query rows of a mask, and the position of the first, cloned: the cache may advance its own before attention."""
     positions = arguments.get("cache_position")  # before transformers 5.4
-    length, offset = (
-        (positions.shape[0], positions[0]) if positions is not None else (arguments["q_length"], arguments["q_offset"])
-    )
+    if positions is None:
+        length, offset = arguments["q_length"], arguments["q_offset"]
+    else:
+        length, offset = positions.shape[0], positions[0]
     return length, offset.clone() if isinstance(offset, Tensor) else offset
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ _MOST_SCORES = 2**24  # at once: 64 MiB in float32
 class HeldAttention:
     """Serves the calls of a prefill, and compares their masks with true attention."""
 
-    def __init__(self, heads: Collection[tuple[int, int]], progress: Callable[[], None]) -> None:
-        self._heads, self._progress = heads, progress
+    def __init__(self, heads: Collection[tuple[int, int]]) -> None:
+        self._heads = heads
         self.held: dict[int, Tensor] = {}  # by layer: `held_by_quarter` of its heads
         # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -43,7 +43,6 @@ class HeldAttention:
                         kept = keep[0, head - group.query.start].cpu()
                         self.maps[call.layer, head] = block_attention(inputs.of_heads(heads[head]), block_size), kept
             self.held[call.layer] = torch.cat(held)
-        self._progress()
         return attended.out
 
 

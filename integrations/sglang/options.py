@@ -45,17 +45,10 @@ def _given(text: str) -> Any:
     text = text.strip()
     if not text:
         return None
-    path = None if text[0] in "{[" else Path(text)
-    if path is not None and not _is_file(path):
-        raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one; got {text!r}")
+    expected = f"{VARIABLE} must be a JSON object or the path of a file with one"
     try:
-        return json.loads(text if path is None else path.read_text(encoding="utf-8"))
+        return json.loads(text if text[0] in "{[" else Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{expected}; got {text!r}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one: {error}") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file system takes
-        return False
+        raise ValueError(f"{expected}: {error}") from None

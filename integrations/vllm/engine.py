@@ -30,15 +30,8 @@ KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that i
 ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks"}
 # multi-head latent attention
-LATENT_ARGUMENTS = {
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
-    "v_head_dim",
-    "kv_b_proj",
-}
+LATENT_ARGUMENTS = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
+LATENT_ARGUMENTS |= {"kv_b_proj"}
 
 
 class VLLMEngine(Engine):

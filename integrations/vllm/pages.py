@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +90,13 @@ class ReadsCPUCache:
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
         cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[stock.kv_cache_dtype])
         if self.flexmask_orders is None:
-            write = functools.partial(_write, stock, _Unscaled(layer), kv_cache.dtype)
+            unscaled = _Unscaled(layer)
+
+            def write(keys: Tensor, values: Tensor, page: Tensor) -> None:
+                dtype = keys.dtype if keys.dtype.itemsize > 1 else torch.bfloat16
+                rows = (keys.to(dtype), values.to(dtype))
+                stock.do_kv_cache_update(unscaled, *rows, page.view(kv_cache.dtype), torch.arange(page_size))
+
             self.flexmask_orders = order_of_cache(page_size, head_dim, cache.dtype, write)
         return gathered_on_cpu(kv_cache, page_table, head_dim, self.flexmask_orders)
 
@@ -106,12 +111,6 @@ class _Unscaled:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
-
-
-def _write(stock: Any, layer: Any, stored: torch.dtype, keys: Tensor, values: Tensor, cache: Tensor) -> None:
-    dtype = keys.dtype if keys.dtype.itemsize > 1 else torch.bfloat16
-    rows = (keys.to(dtype), values.to(dtype))
-    stock.do_kv_cache_update(layer, *rows, cache.view(stored), torch.arange(cache.shape[2]))
 
 
 def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
