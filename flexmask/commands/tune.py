@@ -49,7 +49,7 @@ def tune(
     options = common.given()
     texts = [read_text(path, "--text") for path in text]
     loaded, tokenizer = load_model(name, output, common.device, common.dtype)
-    from flexmask.integrations.huggingface import tune as run
+    from flexmask.integrations import huggingface
 
     prompts = [token_ids(tokenizer, content, tokens) for content in texts]
     measured = out.with_name(out.name + ".measured")
@@ -65,7 +65,7 @@ def tune(
             option_errors(*flags, otherwise="--option" if common.option else None, input_ids="--text"),
         ):
             how: dict[str, Any] = {"density": density, "error": error, "gradient": gradient, **options}
-            result = run(loaded, prompts, **how, resume=measured, progress=advance)
+            result = huggingface.tune(loaded, prompts, **how, resume=measured, progress=advance)
     except KeyboardInterrupt:
         output.remark(f"Measurements so far are in {measured}: the same command continues from there.")
         raise

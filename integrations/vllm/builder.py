@@ -16,7 +16,7 @@ from flexmask.integrations.vllm.registration import tell_requests
 
 class SparseStep(NamedTuple):
     plan: StepPlan
-    stock: tuple[Any, ...]  # metadata per stock run
+    stock: tuple[Any, ...]  # metadata per stock span
     page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none
 
 
@@ -76,7 +76,7 @@ class SparsePrefillBuilder:
         plan = self._plan(common_attn_metadata, metadata)
         parts = []
         if plan.sparse and plan.stock:
-            slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
+            slices = [UBatchSlice(slice(span.first, span.last), slice(span.start, span.stop)) for span in plan.stock]
             parts = [self._part(stock.build, part) for part in split_attn_metadata(slices, common_attn_metadata)]
         pages = common_attn_metadata.block_table_tensor
         page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in plan.sparse)
@@ -117,8 +117,8 @@ class SparseLatentBuilder(SparsePrefillBuilder):
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
         plan = super()._plan(common, metadata)
         first, start = metadata.num_decodes, metadata.num_decode_tokens
-        runs = [run._replace(first=max(run.first, first), start=max(run.start, start)) for run in plan.stock]
-        return plan._replace(stock=tuple(run for run in runs if run.first < run.last))
+        spans = [span._replace(first=max(span.first, first), start=max(span.start, start)) for span in plan.stock]
+        return plan._replace(stock=tuple(span for span in spans if span.first < span.last))
 
     def _part(self, build: Any, common: Any) -> Any:
         saved = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}

@@ -85,8 +85,8 @@ class SparsePrefillImpl(FindsItsRole):
         if planned is None:
             return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         role, step = planned
-        for run, metadata in zip(step.plan.stock, step.stock, strict=True):
-            rows = slice(run.start, run.stop)
+        for span, metadata in zip(step.plan.stock, step.stock, strict=True):
+            rows = slice(span.start, span.stop)
             stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         cache = self._given.get("kv_cache_dtype") or "auto"
         cache_scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
@@ -142,8 +142,8 @@ class SparseLatentImpl(FindsItsRole):
             return
         role, step = planned
         decoding = attn_metadata.num_decode_tokens
-        for run, metadata in zip(step.plan.stock, step.stock, strict=True):
-            rows = slice(run.start - decoding, run.stop - decoding)
+        for span, metadata in zip(step.plan.stock, step.stock, strict=True):
+            rows = slice(span.start - decoding, span.stop - decoding)
             part = (q[rows], kv_c_normed[rows], k_pe[rows])
             stock.forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
         for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
