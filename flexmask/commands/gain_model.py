@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,13 +140,12 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
 
 
 @torch.no_grad()
-def _answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
+def _answers(model: Any, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
     """Greedy new tokens after a prompt, dense and sparse."""
-    generate = cast(Any, model).generate
     asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new_tokens}
-    dense = generate(ids, **asked)
+    dense = model.generate(ids, **asked)
     with sparse_prefill(model, settings=settings, collect_stats=False):
-        sparse = generate(ids, **asked)
+        sparse = model.generate(ids, **asked)
     return {name: tokens[0, ids.shape[1] :].tolist() for name, tokens in (("dense", dense), ("sparse", sparse))}
 
 

@@ -79,8 +79,7 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:
         usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind
+    return getattr(torch, dtype)
 
 
 def read_text(path: str, option: str = "--prompt") -> str:
@@ -105,8 +104,7 @@ def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = F
             usage_error("the model's tokenizer has no chat template", "--chat")
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
     arguments = {} if most is None else {"truncation": True, "max_length": most}
-    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
-    return ids
+    return tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
 
 
 def _found(model: str, option: str) -> tuple[str, bool, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.options import has_options, request_options
 from flexmask.integrations.serving.versions import check_release
@@ -94,7 +95,7 @@ def stock_kernel(server_args: Any, device: str) -> str:
     """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
     decoding = backends_of(server_args)[1]
     if decoding in KERNELS:
-        return str(decoding)
+        return decoding
     return "torch_native" if device == "cpu" else "triton"
 
 
@@ -111,19 +112,17 @@ def sparse(others: Any, runner: Any, engine: SGLangEngine) -> Any:
     return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, others)
 
 
-class SparsePrefill:
+class SparsePrefill(Stock):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
     def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
         self.flexmask, self.flexmask_others = engine, others
         self.flexmask_step: Step | None = None
-        stock: Any = super()
-        stock.__init__(runner)
+        super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the step, and make the metadata of all rows for layers that run stock."""
-        stock: Any = super()
-        stock.init_forward_metadata(forward_batch)
+        super().init_forward_metadata(forward_batch)
         step = self.flexmask.step(forward_batch)
         if step is not None and step.stock_batch is not None:
             self.flexmask_others.init_forward_metadata(step.stock_batch)
@@ -131,9 +130,8 @@ class SparsePrefill:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        stock: Any = super()
         self.flexmask_step = self.flexmask.planned = None
-        stock.init_forward_metadata_out_graph(forward_batch, *arguments, **options)
+        super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
         self,
@@ -146,7 +144,6 @@ class SparsePrefill:
         **options: Any,
     ) -> Tensor:
         """Attention of the prompts of one step; see the stock backend."""
-        stock: Any = super()
         engine, step = self.flexmask, self.flexmask_step
         role = engine.roles.get(layer)  # None: not the model's
         if isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
@@ -157,8 +154,7 @@ class SparsePrefill:
                 engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
             if step is not None and k is not None and v is not None and reason is None:
                 return self._attend_by_plan(step, role, (q, k, v), layer, forward_batch, save_kv_cache)
-        out: Tensor = stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-        return out
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
 
     def _attend_by_plan(
         self,

@@ -28,12 +28,10 @@ def resolved(server_args: Any) -> Any:
 def backends_of(server_args: Any) -> tuple[str, str]:
     """Names of the backends for prompts and for decoding, of `resolved` arguments."""
     if hasattr(server_args, "get_attention_backends"):
-        prefill, decode = server_args.get_attention_backends()
-    else:
-        from sglang.srt.arg_groups.overrides import attention_backends_of
+        return server_args.get_attention_backends()
+    from sglang.srt.arg_groups.overrides import attention_backends_of
 
-        prefill, decode = attention_backends_of(server_args)
-    return prefill, decode
+    return attention_backends_of(server_args)
 
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
