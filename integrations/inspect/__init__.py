@@ -82,7 +82,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
         shown = [{"layer": x.layer, "head": x.head, "why": x.why, "attention_kept": x.attention_kept} for x in self.heads]
-        figures: dict[str, Any] = {
+        figures = {
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
@@ -93,7 +93,7 @@ class Inspection:
             "warning": self.warning,
             "rows": self.run.rows(),
         }
-        return {name: finite(value) for name, value in figures.items()}
+        return finite(figures)
 
 
 def inspect_prefill(

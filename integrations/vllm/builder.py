@@ -46,9 +46,8 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """At most graphs of uniform decoding batches."""
-        supported = super().get_cudagraph_support(vllm_config, kv_cache_spec)
-        most = AttentionCGSupport.UNIFORM_BATCH
-        return supported if supported.value < most.value else most
+        stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         return self._unplanned(super().build_for_cudagraph_capture, common_attn_metadata)

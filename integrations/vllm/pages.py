@@ -114,11 +114,10 @@ class _Unscaled:
         return getattr(self._layer, name)
 
 
-def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
+def halves(cache: Tensor) -> tuple[Tensor, ...]:
     """(pages, num_kv_heads, page_size * head_dim) each."""
     pages, heads, page_size, both = cache.shape
-    keys, values = cache.view(pages, heads, page_size * both).chunk(2, -1)
-    return keys, values
+    return cache.view(pages, heads, page_size * both).chunk(2, -1)
 
 
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:
