@@ -76,8 +76,7 @@ def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
     if len(plan.stock) == 1:
         rows: slice | Tensor = slice(plan.stock[0].start, plan.stock[0].stop)
     else:
-        device = forward_batch.req_pool_indices.device
-        rows = torch.cat([torch.arange(span.start, span.stop, device=device) for span in plan.stock])
+        rows = torch.cat([torch.arange(span.start, span.stop, device=indices.device) for span in plan.stock])
     return Step(plan, slots, rows, part_of(forward_batch, requests, rows), lengths)
 
 
