@@ -143,30 +143,21 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Tensor:
-        """Attention of the prompts of one step; see the stock backend."""
-        engine, step = self.flexmask, self.flexmask_step
-        role = engine.roles.get(layer)  # None: not the model's
-        if isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
-            reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
-            if reason is not None:
-                engine.counters.warn_once(reason)
-            if engine.planned is not None:
-                engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
-            if step is not None and k is not None and v is not None and reason is None:
-                return self._attend_by_plan(step, role, (q, k, v), layer, forward_batch, save_kv_cache)
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        """Attention of the prompts of one step, in the shape of the queries; see the stock backend.
 
-    def _attend_by_plan(
-        self,
-        step: Step,
-        role: SparseLayer,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-    ) -> Tensor:
-        """Attention of one layer, in the shape of the queries; without `save_kv_cache` another kernel has written the cache."""
-        (q, k, v), engine = qkv, self.flexmask
+        Without `save_kv_cache` another kernel has written the cache.
+        """
+        engine, step, stock = self.flexmask, self.flexmask_step, super().forward_extend
+        role = engine.roles.get(layer)  # None: not the model's
+        if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
+        if reason is not None:
+            engine.counters.warn_once(reason)
+        if engine.planned is not None:
+            engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
+        if step is None or k is None or v is None or reason is not None:
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
         # of SGLang's, where it calls layers between pieces of a graph
