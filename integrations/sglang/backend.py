@@ -18,7 +18,7 @@ from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.options import has_options, request_options
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
-from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options
+from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options, stock_kernel
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
@@ -89,14 +89,6 @@ def make_backend(runner: Any) -> Any:
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()
     return sparse(others, runner, engine)
-
-
-def stock_kernel(server_args: Any, device: str) -> str:
-    """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
-    decoding = backends_of(server_args)[1]
-    if decoding in KERNELS:
-        return decoding
-    return "torch_native" if device == "cpu" else "triton"
 
 
 def largest_call(runner: Any) -> tuple[int, int]:

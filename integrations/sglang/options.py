@@ -34,6 +34,14 @@ def backends_of(server_args: Any) -> tuple[str, str]:
     return attention_backends_of(server_args)
 
 
+def stock_kernel(server_args: Any, device: str) -> str:
+    """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
+    decoding = backends_of(server_args)[1]
+    if decoding in KERNELS:
+        return decoding
+    return "torch_native" if device == "cpu" else "triton"
+
+
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
     """`read_options` of the variable, JSON or the path of a JSON file; they may name another `kernel` for everything else."""
     return read_options(_given(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
