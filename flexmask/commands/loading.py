@@ -43,8 +43,7 @@ def load_model(
             loaded = auto.AutoModelForCausalLM.from_pretrained(model, torch_dtype=kind, local_files_only=local, **placed)
         except Exception as error:  # of whatever reads the files
             raise _not_a_model(model, error) from error
-        ready = (loaded if placed else loaded.to(chosen)).eval()
-    return ready, tokenizer
+        return (loaded if placed else loaded.to(chosen)).eval(), tokenizer
 
 
 def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:

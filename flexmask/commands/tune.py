@@ -101,8 +101,7 @@ def _show(output: Output, document: dict[str, Any]) -> None:
         gammas = sorted(head["gamma"] for head in heads)
         density, error = (sum(head[name] for head in heads) / len(heads) for name in ("density", "error"))
         by_layer.append([layer, gammas[0], gammas[len(gammas) // 2], gammas[-1], f"{density:.1%}", error])
-    columns = ["layer", "lowest gamma", "median", "highest", "density", "error"]
-    output.table(columns, by_layer, "The tuned heads, by layer")
+    output.table(["layer", "lowest gamma", "median", "highest", "density", "error"], by_layer, "The tuned heads, by layer")
     for layer, reason in document["dense_layers"].items():
         output.line(f"layer {layer} stays dense: {reason}")
     output.line("", f"To use it: flexmask.sparse_prefill(model, settings={document['out']!r}), or --settings {document['out']}")

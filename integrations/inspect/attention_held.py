@@ -81,13 +81,13 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
         num_heads, q_len, _ = query.shape
         tokens = token_validity(q_len, key.shape[1], inputs.offset, inputs.attention_mask, inputs.key)
         sampled = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
-        visible = visible_keys(tokens.offset[0] + sampled, tokens.row_valid[0, sampled], tokens, inputs.window)[0]
+        valid = tokens.row_valid[0, sampled]
+        visible = visible_keys(tokens.offset[0] + sampled, valid, tokens, inputs.window)[0]
         per_key, shares = num_heads // key.shape[0], []
         for head in range(num_heads):
             weights = _weights(inputs, query[head, sampled].float(), key[head // per_key], visible)
             by_block = in_blocks(weights, block_size, 0.0).sum(-1)
             share = (by_block * keep[0, head, sampled // block_size]).sum(-1)
-            valid = tokens.row_valid[0, sampled]
             shares.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
         return torch.stack(shares).cpu()
 

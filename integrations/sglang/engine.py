@@ -37,8 +37,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     """Raise ValueError for a server that is not served at all, by name."""
     if uses_mla:
         raise ValueError(f"the attention backend {NAME!r} does not serve multi-head latent attention (MLA)")
-    decoding = backends_of(server_args)[1]
-    if decoding == NAME:
+    if backends_of(server_args)[1] == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
     for name, feature in REFUSED.items():
         if getattr(server_args, name):

@@ -106,9 +106,8 @@ class SparseLatentBuilder(SparsePrefillBuilder):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # rows that the stock backend decodes
-        most: int = self.reorder_batch_threshold
-        self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, most + 1))
+        # more rows than the stock backend decodes
+        self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, self.reorder_batch_threshold + 1))
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
         plan = super()._plan(common, metadata)
