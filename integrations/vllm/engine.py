@@ -22,7 +22,6 @@ from flexmask.settings import PrefillSettings
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
-DERIVED = "its backend shows layers other requests"
 KEY = "flexmask"
 CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that is not sparse; the first is the default
@@ -122,7 +121,7 @@ class VLLMEngine(Engine):
                     self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
                 # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
                 elif builder.flexmask_own is not builder:
-                    self.roles[name] = DERIVED
+                    self.roles[name] = "its backend shows layers other requests"
                 settle(name)
                 kernel = layer.impl.flexmask_kernel
         return kernel
