@@ -27,11 +27,7 @@ def deepseek():
 
 @functools.cache
 def model_of(family):
-    if family == "DeepseekV3":
-        return deepseek()
-    model = FAMILIES[family].make()
-    model.set_attn_implementation(FAMILIES[family].dense)
-    return model
+    return deepseek() if family == "DeepseekV3" else FAMILIES[family].make()
 
 
 FOUND = [name for name, family in FAMILIES.items() if family.available]

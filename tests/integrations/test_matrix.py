@@ -73,7 +73,6 @@ def test_takes_another_method(tokens, family, method):
     if not FAMILIES[family].available:
         pytest.skip("no such family in this release")
     model = make_model(family)
-    model.set_attn_implementation(FAMILIES[family].dense)
     mask = padded(tokens)
     expected = model(tokens, attention_mask=mask).logits
     with flexmask_hf.sparse_prefill(model, method=method, block_size=32, dense_below=0, collect_masks=True) as run:
