@@ -235,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter() - start
     import vllm
 
-    common = {"model": options.shape or Path(options.model).name, "layers": options.layers, "run": options.run, "method": described(options)}
+    model = options.shape or Path(options.model).name
+    common = {"model": model, "layers": options.layers, "run": options.run, "method": described(options)}
     common |= {"gpus": options.tensor_parallel, "dtype": options.dtype, "device": device_name(), "start_seconds": started}
     common |= {"vllm": vllm.__version__, "torch": torch.__version__}
     for row in rows(llm, options):
