@@ -41,7 +41,9 @@ def check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise refusal("a config with output_attentions", EAGER)
 
 
-def checked_inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
+def checked_inputs(
+    query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]
+) -> AttentionInputs:
     """Also of head sizes without a mask, which run dense. Without `mask` one row, of decoding."""
     arguments = dict(scores)
     if mask is not None:
