@@ -35,7 +35,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
 FIGURES = {
     "fidelity-by-density": fidelity.draw_by_density,
     "speed-calls": speed.draw_calls,
-    "speed-first-token": first_token.draw,
+    "speed-first-token": trained.draw,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

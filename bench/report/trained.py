@@ -1,14 +1,16 @@
-"""Tables of Qwen2.5-Coder-1.5B-Instruct: first tokens in vLLM, error on texts, and RULER's tasks."""
+"""Qwen2.5-Coder-1.5B-Instruct: first tokens in vLLM, also beside those of random weights, error on texts, and RULER's tasks."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from bench.intervals import of_mean
+from bench.report import LINES
 from bench.report.fidelity import hybrid_at, language_model, mean_of
-from bench.report.first_token import vllm_prefills
+from bench.report.first_token import RANDOM, sglang, transformers, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.report.speed import times
 from bench.rows import read_rows
@@ -80,6 +82,26 @@ def tasks(folder: Path = FOLDER) -> list[str]:
             changes.append(f"{change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}{of}" if len(change) else "-")
         cells.append([f"`{task}`", f"{own['dense'].mean():.1f}", *changes])
     return markdown_table(["task", "dense", *_RULER], cells)
+
+
+def draw(axes: Any, folder: Path = FOLDER) -> None:
+    """Ratios by length, a line per model and engine; a line ends where a length was not timed."""
+    engines = {
+        "Qwen2.5-Coder-1.5B on text, default options, vLLM, H100": first_tokens(folder),
+        "Llama 3.1 8B's shape, random weights: vLLM, H100": vllm_h100(folder),
+        "the same: SGLang, H200": sglang(folder),
+        f"the same: transformers, H200, random blocks, density {RANDOM:.0%}": transformers(folder),
+    }
+    lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
+    for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 6, "fillstyle": "none"}
+        axes.plot(lengths, figures["ratio"].reindex(lengths), label=name, **style)
+    axes.axhline(1, color="#444444", linewidth=0.8)
+    axes.set(xlabel="tokens of the prompt", ylabel="first token: times as fast as dense", xscale="log", ylim=(0.9, 3.6))
+    axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
+    axes.minorticks_off()
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
 TABLES = {"trained": table, "trained-settings": settings, "trained-tasks": tasks}
