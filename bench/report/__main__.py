@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from bench.report import fidelity, first_token, leaderboard, should_i_use_it, speed, trained
@@ -32,8 +33,9 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **first_token.TABLES,
     **trained.TABLES,
 }
-FIGURES = {
+FIGURES: dict[str, Callable[..., None]] = {
     "fidelity-by-density": fidelity.draw_by_density,
+    "fidelity-trained": partial(fidelity.draw_by_density, length=32768, yarn=1, model=trained.NAME),
     "speed-calls": speed.draw_calls,
     "speed-first-token": trained.draw,
 }

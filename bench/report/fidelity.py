@@ -97,9 +97,10 @@ def gains(folder: Path = FOLDER) -> list[str]:
     return markdown_table(["tokens", "method", "density", "speed-up", ERROR], cells)
 
 
-def draw_by_density(axes: Any, folder: Path = FOLDER) -> None:
-    """All methods measured at 16k tokens; hybrid's name at its line, and a ring at its default."""
-    rows = language_model(16384, folder)
+def draw_by_density(axes: Any, folder: Path = FOLDER, **of_model: Any) -> None:
+    """All methods measured, on SmolLM2 and 16k tokens by default; hybrid's name at its line, and a ring at gamma 0.9."""
+    rows = language_model(**{"length": 16384, "folder": folder, **of_model})
+    rows = rows[~rows["options"].str.contains('"min_coverage": 0.5')]
     curves, measured = Curves(rows), set(rows["method"]) - {"dense", "causal"}
     methods = [*(name for name in NAMES if name in measured), *sorted(measured - set(NAMES))]
     for method, (colour, marker, dash) in zip(methods, cycle(LINES), strict=False):
@@ -113,7 +114,7 @@ def draw_by_density(axes: Any, folder: Path = FOLDER) -> None:
     names = {"xlabel": "density, %", "ylabel": "|Δ log p|: mean change of a token's log-probability"}
     axes.set(**names, xlim=(0, 60), yscale="log")
     axes.minorticks_off()
-    ticks = [0.1, 0.2, 0.3, 0.4, 0.6, 0.8]
+    ticks = [0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.legend(frameon=False, fontsize=9, loc="upper right")

@@ -9,7 +9,7 @@ import pandas as pd
 
 from bench.intervals import of_mean
 from bench.report import LINES
-from bench.report.fidelity import hybrid_at, language_model, mean_of
+from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
 from bench.report.first_token import RANDOM, sglang, transformers, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.report.speed import times
@@ -17,35 +17,33 @@ from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
 
 NAME = "Qwen2.5-Coder-1.5B-Instruct"
-GAMMAS = {0.9: "hybrid", 0.95: "hybrid, gamma 0.95"}  # by gamma, the method's name in the rows of vLLM
-_FLOOR = '{{"gamma": {gamma}, "min_coverage": {floor}}}'
 _NATIVE = (16384, 32768)  # tokens that need no YaRN
 _RULER = ("hybrid, gamma 0.9", "hybrid, gamma 0.95", "flexprefill, gamma 0.9")
 _PAGE = "bench/FIDELITY.md#a-trained-model-of-15-billion-parameters"
 
 
-def first_tokens(folder: Path = FOLDER, gamma: float = 0.9) -> pd.DataFrame:
+def first_tokens(folder: Path = FOLDER, method: str = "hybrid") -> pd.DataFrame:
     """Mean seconds over four texts, dense and with the default floor, by prompt tokens."""
-    runs = ("texts", "texts, YaRN 4")
-    return pd.concat([vllm_prefills(folder, GAMMAS[gamma], model=NAME, run=run) for run in runs])
+    return pd.concat([vllm_prefills(folder, method, model=NAME, run=run) for run in ("texts", "texts, YaRN 4")])
 
 
-def errors(length: int, options: str, folder: Path = FOLDER) -> pd.DataFrame:
-    """Hybrid's rows on the texts at a length, under some options."""
-    return hybrid_at(language_model(length, folder, yarn=1, model=NAME), options)
+def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
+    return hybrid_at(rows, f'{{"gamma": {gamma}, "min_coverage": {floor}}}')
+
+
+def _lost(own: pd.DataFrame, form: str) -> list[str]:
+    return [mean_of(own, "abs_d", form), mean_of(own, "d_loss", "+.3f")]
 
 
 def table(folder: Path = FOLDER) -> list[str]:
     """First token, density and error by length."""
     cells = []
     for tokens, row in first_tokens(folder).iterrows():
-        figures = ["not measured"] * 2
-        if tokens in _NATIVE:
-            own = errors(int(tokens), _FLOOR.format(gamma=0.9, floor=0.5), folder)
-            figures = [mean_of(own, "abs_d", ".2f"), mean_of(own, "d_loss", "+.3f")]
+        rows = language_model(int(tokens), folder, yarn=1, model=NAME) if tokens in _NATIVE else None
+        lost = ["not measured"] * 2 if rows is None else _lost(_own(rows, 0.9, 0.5), ".2f")
         seconds = [f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", f"[{times(row['ratio'], 2)}]({_PAGE})"]
         length = thousands(tokens) + ("" if tokens in _NATIVE else ", YaRN 4")
-        cells.append([length, *seconds, percent(row["density"]), *figures])
+        cells.append([length, *seconds, percent(row["density"]), *lost])
     return markdown_table(["prompt", "dense", "flexmask", "faster", "density", f"error, {ERROR}", "change of the loss"], cells)
 
 
@@ -54,15 +52,15 @@ def settings(folder: Path = FOLDER) -> list[str]:
     cells = []
     for length in _NATIVE:
         rows = language_model(length, folder, yarn=1, model=NAME)
-        measured = Curves(rows[~rows["options"].str.contains('"min_coverage": 0.5')])
+        curves = Curves(rows[~rows["options"].str.contains('"min_coverage": 0.5')])
         for gamma, floor in ((0.85, 0.0), (0.9, 0.0), (0.9, 0.5), (0.95, 0.0)):
-            own = errors(length, _FLOOR.format(gamma=gamma, floor=floor), folder)
-            density = own["density"].mean()
-            others = [number(measured.error_at(other, density)) for other in ("flexprefill", "xattention")]
-            figures = [mean_of(own, "abs_d", ".3f"), mean_of(own, "d_loss", "+.3f")]
-            cells.append([thousands(length), f"{gamma:g}", f"{floor:g}", percent(density), *figures, *others])
+            own = _own(rows, gamma, floor)
+            others = [number(curves.error_at(other, own["density"].mean())) for other in OTHERS]
+            cells.append(
+                [thousands(length), f"{gamma:g}", f"{floor:g}", percent(own["density"].mean()), *_lost(own, ".3f"), *others]
+            )
     head = ["tokens", "gamma", "`min_coverage`", "density", ERROR, "change of the loss"]
-    return markdown_table([*head, *(f"{name}'s {ERROR} at this density" for name in ("flexprefill", "xattention"))], cells)
+    return markdown_table([*head, *(f"{other}'s {ERROR} at this density" for other in OTHERS)], cells)
 
 
 def scores(folder: Path = FOLDER) -> pd.DataFrame:

@@ -1,8 +1,8 @@
 """Time to first token and throughput of a vLLM engine: ``python -m bench.serving.first_token --model FOLDER --json FILE``.
 
 One engine a process, with the stock backend (``--stock``) or with the plug-in, as vLLM runs it: compiled, with CUDA graphs.
-``--settings`` are those under "flexmask". The density of random weights means nothing: with ``--shape`` name the method of
-`bench.speed.random_blocks`. Rows are appended to ``--json``; `bench.serving.table` compares them.
+``--settings`` are those under "flexmask"; with ``--shape``, of random weights, name the method of `bench.speed.random_blocks`.
+Rows are appended to ``--json``; `bench.serving.table` compares them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.fidelity.texts import read
 from bench.prompts.models import SHAPES, shape_config
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers its method
-from bench.speed.clock import device_name, kernels_of
+from bench.speed.clock import device_name
 
 # vLLM reads them when it is imported
 ENVIRONMENT = {
@@ -56,7 +56,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--chunks", type=int, nargs="*", default=[], help="also prefill the longest prompt in chunks of so many tokens"
     )
-    parser.add_argument("--profile", action="store_true", help="also say which kernels take the time of the longest prompt")
     parser.add_argument("--prefills", type=int, default=3, help="prefills that the median is taken over, after the first")
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens a prompt in the measurement of throughput")
@@ -134,8 +133,8 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
 def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[int]]:
     """Return `number` different prompts: beginnings of texts, or needles for a model and random tokens for a shape."""
     if options.texts:
-        found = read(options.texts, Path(options.model)).values()
-        return [ids[:tokens].tolist() for ids in itertools.islice(itertools.cycle(found), number)]
+        texts = itertools.cycle(read(options.texts, Path(options.model)).values())
+        return [ids[:tokens].tolist() for ids in itertools.islice(texts, number)]
     if options.model:
         from bench.retriever.task import make_prompt
 
@@ -202,29 +201,15 @@ def throughput(llm: Any, options: argparse.Namespace, tokens: int) -> dict[str, 
     return {**row, "seconds_a_token_after": after}
 
 
-def profile(llm: Any, options: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Milliseconds on the GPU by kernel in one prefill, the heaviest first."""
-    asked = prompts(options, tokens, 1)
-    found: dict[str, float] = {}
-    for name, microseconds in kernels_of(lambda: generate(llm, asked, 1)):
-        found[name[:120]] = found.get(name[:120], 0.0) + microseconds / 1e3
-    heaviest = sorted(found, key=lambda name: -found[name])[:40]
-    kernels = {name: round(found[name], 2) for name in heaviest}
-    return {"prompt_tokens": tokens, "kernels_ms": kernels, "all_kernels_ms": sum(found.values())}
-
-
 def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All rows, as the command line selects them."""
-    longest = max(options.prompt_tokens)
     for tokens in options.prompt_tokens:
         for number, prompt in enumerate(prompts(options, tokens, options.prompts)):
             yield {**measure(llm, options, prompt, None), "prompt": number}
         if options.at_once:
             yield throughput(llm, options, tokens)
-    if options.profile and options.device == "cuda" and options.tensor_parallel == 1:
-        yield profile(llm, options, longest)
     for chunk in options.chunks:
-        yield measure(llm, options, prompts(options, longest, 1)[0], chunk)
+        yield measure(llm, options, prompts(options, max(options.prompt_tokens), 1)[0], chunk)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
