@@ -96,16 +96,21 @@ def _prompt(tokens: int) -> str:
 
 
 @pytest.fixture
-def names(tmp_path, page, monkeypatch):
-    """Names that the pages leave to the reader, in a folder with the checkout's bench/."""
-    shutil.copytree(ROOT / "bench/retriever/model", tmp_path / "model")
+def folder(tmp_path, monkeypatch):
+    """A folder with the checkout's bench/ to run in; torch is as before afterwards."""
     (tmp_path / "bench").symlink_to(ROOT / "bench")
-    (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
-        torch.manual_seed(0)
-        yield {"__name__": "__main__", "path": str(tmp_path / "model"), "prompt": _prompt(8192 if page in SLOW else 2000)}
+        yield tmp_path
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def names(folder, page):
+    """Names that the pages leave to the reader."""
+    shutil.copytree(ROOT / "bench/retriever/model", folder / "model")
+    (folder / "out").mkdir()
+    return {"__name__": "__main__", "path": str(folder / "model"), "prompt": _prompt(8192 if page in SLOW else 2000)}
 
 
 @pytest.mark.parametrize(
