@@ -114,5 +114,24 @@ def check(call, device="cpu", **keywords):
     return out, keep
 
 
+def assert_same_gradients(it, keep, wanted, device="cpu", sinks=None, **keywords):
+    """Output, and gradients of what is named in `wanted`, are those of dense attention under a block map."""
+    given = {"query": it.query, "key": it.key, "value": it.value} | ({} if sinks is None else {"sinks": sinks})
+    ours = {name: x.to(device, copy=True).requires_grad_(name in wanted) for name, x in given.items()}
+    exact = {name: x.double().requires_grad_(name in wanted) for name, x in given.items()}
+    out = sparse_attention(**ours, **it.config.call, **it.to(device).keywords(), **keywords)
+    scores = {name: it.scores.get(name) for name in ("scale", "softcap")}
+    expected, _ = masked_attention(**exact, mask=expanded(keep, it), **scores)
+    weights = torch.randn(out.shape)
+    (out * weights.to(device)).sum().backward()
+    (expected * weights).sum().backward()
+    assert_same_attention(out.detach(), expected.detach())
+    for name in given:
+        assert (ours[name].grad is not None) == (name in wanted)
+    for name in wanted:
+        torch.testing.assert_close(ours[name].grad.cpu().double(), exact[name].grad, atol=1e-4, rtol=1e-3)
+        assert exact[name].grad.abs().max() > 1e-3
+
+
 # not strict: fails only after torch has compiled for other lengths
 CPP_ERROR = pytest.mark.xfail(not CPU_TAKES_UNBACKED_SIZES, reason="this torch writes C++ that does not compile", strict=False)

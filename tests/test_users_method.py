@@ -242,19 +242,17 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize(("make", "kind"), [*((make, int) for make in CAPTURED), *((make, float) for make in (in_closure, Near))])
-def test_a_captured_number_may_change_with_the_length(make, kind):
-    for length in (60, 90, 120):
-        attend_near(make, kind(length // 3), length)
-
-
-@pytest.mark.attention
 @pytest.mark.parametrize(
-    ("reaches", "lengths"),
-    [((41, 42.5, 43), (LENGTH,) * 3), ((33,) * 3, (60, 75, 90))],  # which no other test captures
-    ids=["others", "one at other lengths"],
+    ("make", "reaches", "lengths"),
+    [
+        *((make, (20, 30, 40), (60, 90, 120)) for make in CAPTURED),
+        *((make, (20.0, 30.0, 40.0), (60, 90, 120)) for make in (in_closure, Near)),
+        # which no other test captures
+        (in_closure, (41, 42.5, 43), (LENGTH,) * 3),
+        (in_closure, (33,) * 3, (60, 75, 90)),
+    ],
 )
-def test_captured_numbers_have_no_limit_of_recompilations(reaches, lengths):
+def test_captured_numbers_may_change_without_a_limit_of_recompilations(make, reaches, lengths):
     with recompilations(2):
         for reach, length in zip(reaches, lengths, strict=True):
-            attend_near(in_closure, reach, length)
+            attend_near(make, reach, length)

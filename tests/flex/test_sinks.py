@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask.flex.run import with_sinks
-from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, flexprefill_attention
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, assert_same_gradients, call
 from tests.comparisons import assert_same_attention
 
 
@@ -57,34 +57,19 @@ def test_dense_path_has_sinks(rows):
     assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), it.under(keep, SINKS)[0])
 
 
-@pytest.mark.parametrize("others_too", [True, False], ids=["of all", "of sinks"])
+wanted = pytest.mark.parametrize("wanted", [("query", "key", "value", "sinks"), ("sinks",)], ids=["of all", "of sinks"])
+
+
+@wanted
 @pytest.mark.parametrize("name", ["groups", "everything"])
-def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
+def test_gradients_reach_sinks_on_the_dense_path(name, wanted):
     it = call(**VARIANTS[name])
-    batch, num_heads, q_len, _ = it.query.shape
-    weights = torch.randn(batch, num_heads, q_len, it.value.shape[3])
-    keep = torch.ones(batch, num_heads, -(-q_len // 16), -(-it.key.shape[2] // 16), dtype=torch.bool)
-    exact = SINKS.double().requires_grad_()
-    (it.under(keep, exact)[0] * weights).sum().backward()
-    tensors = [x.requires_grad_(others_too) for x in (it.query, it.key, it.value)]
-    sinks = SINKS.clone().requires_grad_()
-    out = flexprefill_attention(*tensors, **it.config.call, sinks=sinks, dense_below=1000, **it.keywords())
-    (out * weights).sum().backward()
-    torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
-    assert sinks.grad.abs().min() > 1e-3 and all((x.grad is not None) == others_too for x in tensors)
+    assert_same_gradients(it, torch.ones_like(it.search().keep), wanted, sinks=SINKS, dense_below=1000)
 
 
 @pytest.mark.attention
 @pytest.mark.gpu
-def test_gradients_reach_sinks(cuda):
+@wanted
+def test_gradients_reach_sinks(cuda, wanted):
     it = call(q_len=600, block_size=64, head_dims=(64, 64))
-    keep = it.to(cuda).search().keep
-    weights = torch.randn(1, 4, 600, 64, generator=torch.Generator().manual_seed(4))
-    exact = SINKS.double().requires_grad_()
-    (it.under(keep, exact)[0] * weights).sum().backward()
-    for others_too in (True, False):
-        tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.query, it.key, it.value)]
-        sinks = SINKS.to(cuda).requires_grad_()
-        out = flexprefill_attention(*tensors, **it.config.call, dense_below=0, sinks=sinks, backend="triton")
-        (out * weights.to(cuda)).sum().backward()
-        torch.testing.assert_close(sinks.grad.cpu().double(), exact.grad, atol=1e-3, rtol=1e-3)
+    assert_same_gradients(it, it.to(cuda).search().keep, wanted, cuda, SINKS, dense_below=0, backend="triton")
