@@ -33,7 +33,6 @@ def test_lists_in_any_order_come_back(shape):
 
 def test_an_imported_mask_serves_as_a_method():
     case = drawn((96, 96, 32), heads=2)
-    torch.manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 96, 16).unbind(0)
 
     def theirs(query, key, *, block_size, window=None, attention_mask=None, q_offset=None):

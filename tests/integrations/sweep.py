@@ -134,7 +134,6 @@ def page(releases: list[dict[str, list[str]]]) -> str:
         cells = tuple(_cell(notes, *found.get(name, ("-", ""))) for found in releases)
         types.setdefault(cells, []).append(f"`{name}`")
     runs = [f"{h[0]} on {h[1]}, {len(found)} types, {h[2]}" for h, found in zip(headings, releases, strict=True)]
-    runs = [f"{h[0]} on {h[1]}, {len(found)} types, {h[2]}" for h, found in zip(headings, releases, strict=True)]
     heads = [heading[0] for heading in headings]
     counts = [Counter(verdict for verdict, _ in found.values()) for found in releases]
     totals = {verdict: [count[verdict] for count in counts] for verdict in MEANINGS}

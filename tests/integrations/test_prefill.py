@@ -113,20 +113,10 @@ def test_long_padded_prompt_stays_far_below_a_map_of_tokens():
     assert growth < 32768**2 / 4
 
 
-def options_on(device, options):
-    """FlexAttention's kernel for GPUs takes blocks of 64 tokens and more."""
-    return {**options, "block_size": 64} if device.type == "cuda" else options
-
-
-def wait_for(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def test_packed_positions_are_refused(device, tokens):
     model, tokens = make_model().to(device), tokens.to(device)
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda *arguments: wait_for(device))
+        layer.register_forward_pre_hook(lambda *arguments: torch.cuda.synchronize() if device.type == "cuda" else None)
     positions = torch.arange(LENGTH, device=device)[None]
     with flexmask_hf.sparse_prefill(model):
         model(tokens, position_ids=positions)
@@ -148,9 +138,9 @@ def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
         return torch.cat([model(part, attention_mask=seen, past_key_values=cache).logits for part, seen in parts], 1)
 
     expected = prefill(static_cache(model, 700))
-    # the floor keeps everything: at gamma 1 all heads would run dense
-    keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300}
-    with flexmask_hf.sparse_prefill(model, **options_on(device, keep_all)) as run:
+    # the floor keeps everything: at gamma 1 all heads would run dense. FlexAttention's kernel for GPUs wants blocks of 64
+    keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300, "block_size": 64}
+    with flexmask_hf.sparse_prefill(model, **keep_all) as run:
         found = prefill(static_cache(model, 700))
     known = with_mask or device.type == "cpu"
     assert [stats.dense for stats in run.stats[0]] == ([True, False, False] if known else [True] * 3)

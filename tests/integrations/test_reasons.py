@@ -15,7 +15,6 @@ from tests.integrations.families import VOCABULARY
 
 @pytest.fixture
 def mamba():
-    torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     return switchable(MambaForCausalLM(MambaConfig(**sizes)).eval())
 
