@@ -84,7 +84,7 @@ def hybrid_selection(
     margin = _margin(mass, evidence, gated, least, rule.lines, doubts, seen) if gamma < 1 else math.inf
     numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
     coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": least_covered}
-    return mask._replace(**mass._asdict(), row_evidence=evidence, margin=margin, **numbers, **coverages)
+    return mask._replace(**mass._asdict(), margin=margin, **numbers, **coverages)
 
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
