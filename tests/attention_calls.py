@@ -23,7 +23,6 @@ class Call(Case):
     value: torch.Tensor = field(kw_only=True, repr=False)
 
     def attend(self, device="cpu", **keywords):
-        """Output of the sparse path, and what else is requested."""
         it = self.to(device)
         keywords = {**it.config.call, "dense_below": 0, **it.keywords(), **keywords}
         with torch.no_grad():
@@ -90,7 +89,6 @@ COVERED = {"ragged 1000", "value narrower", "bfloat16"}
 
 
 def marked(name):
-    """A variant with the marks that it needs."""
     if name in ALONE | COVERED:
         return pytest.param(name, marks=pytest.mark.slow)
     return pytest.param(name, marks=CPP_ERROR) if "padded chunk" in name else name

@@ -86,7 +86,6 @@ def differences(expected: str, printed: str) -> list[tuple[str, str]]:
 
 @cache
 def _prompt(tokens: int) -> str:
-    """A text of the retriever's."""
     from transformers import AutoTokenizer
 
     from bench.retriever.task import make_prompt

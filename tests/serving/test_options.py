@@ -33,7 +33,6 @@ def engine(request):
 
 @pytest.fixture
 def of(engine, of_variable):
-    """From keywords to the options of an engine."""
     if engine == "vllm":
         return lambda **options: options_of_vllm({"flexmask": options})
     return lambda **options: of_variable(json.dumps(options))
