@@ -146,22 +146,17 @@ def test_the_summary_shown_is_what_its_command_prints():
     assert differences(shown.code, str(summary())) == []
 
 
-def missing_imports(code: str) -> list[str]:
-    """Names that code imports from this repository, and that are not there."""
-    found = []
+def import_ours(code: str) -> None:
+    """Import what code imports from this repository."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("bench", "flexmask"):
-            module = importlib.import_module(node.module or "")
-            for name in (alias.name for alias in node.names):
-                if not hasattr(module, name) and (not hasattr(module, "__path__") or not find_spec(f"{node.module}.{name}")):
-                    found.append(f"{node.module}.{name}")
-    return found
+            exec(ast.unparse(node), {})
 
 
 @pytest.mark.parametrize("page", CODE)
 def test_imports_exist(page):
     for block in blocks(page, "python"):
-        assert missing_imports(block.code) == [], f"{page}, line {block.line + 1}"
+        import_ours(block.code)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in NO_CODE and blocks(page, "", "sh")])

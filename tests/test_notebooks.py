@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from tests.repository import ROOT, module_of
-from tests.test_documents import NOTEBOOKS, differences, missing_imports
+from tests.test_documents import NOTEBOOKS, differences, import_ours
 from tests.test_documents import folder as folder
 
 ON_CPU, ON_GPU = "docs/notebooks/tuning.ipynb", "docs/notebooks/gpu.ipynb"
@@ -66,5 +66,5 @@ def test_the_notebook_for_a_gpu_runs(run):
 
 @pytest.mark.parametrize("name", sorted(NOTEBOOKS))
 def test_imports_of_notebooks_exist(name):
-    for at, source in notebook.code_cells(notebook.load(ROOT / name)):
-        assert missing_imports(source) == [], f"cell {at + 1}"
+    for _, source in notebook.code_cells(notebook.load(ROOT / name)):
+        import_ours(source)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from flexmask import sparse_attention
 from flexmask.export import from_block_map, from_index_list, to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
 from tests.comparisons import dense_map
 from tests.compile_support import assert_same_lists
@@ -29,18 +28,6 @@ def test_lists_in_any_order_come_back(shape):
     place, last = torch.arange(indices.shape[-1]), counts[..., None] - 1
     backwards = indices.gather(-1, torch.where(place <= last, last - place, place))
     assert_same_lists(from_index_list(backwards, counts, *shape[:2], block_size=shape[2]), case.mask)
-
-
-def test_an_imported_mask_serves_as_a_method():
-    case = drawn((96, 96, 32), heads=2)
-    query, key, value = torch.randn(3, 1, 2, 96, 16).unbind(0)
-
-    def theirs(query, key, *, block_size, window=None, attention_mask=None, q_offset=None):
-        return case.mask
-
-    found = sparse_attention(query, key, value, theirs, block_size=32, dense_below=0)
-    weights = (query @ key.transpose(-1, -2) / 4).masked_fill(~case.pairs, float("-inf")).softmax(-1)
-    torch.testing.assert_close(found, weights @ value)
 
 
 KEPT = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]

@@ -10,7 +10,7 @@ import torch
 from flexmask import flexprefill_mask, hybrid_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
-from tests.attention_calls import CPP_ERROR, flexprefill_attention
+from tests.attention_calls import CPP_ERROR, SINKS, flexprefill_attention
 from tests.cases import structured_inputs
 
 
@@ -44,7 +44,7 @@ def test_groups_give_what_all_heads_give(at_once):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)
     value = torch.randn(2, 2, 330, 32)
     options = {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0, "return_stats": True}
-    options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30])}
+    options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30]), "sinks": SINKS}
     inputs = attention_inputs(query, key, attention_mask=options["attention_mask"], q_offset=options["q_offset"])
     one_head = head_bytes(inputs, block_size=32)
     with torch.no_grad():

@@ -41,14 +41,6 @@ def test_sinks_are_one_more_logit(name, device):
         assert_same_attention(out, it.under(keep)[0])
 
 
-@pytest.mark.attention
-@CPP_ERROR
-def test_sinks_go_with_their_heads_through_head_groups():
-    it = call(**VARIANTS["everything"])
-    expected = it.attend(sinks=SINKS)
-    torch.testing.assert_close(it.attend(sinks=SINKS, max_mask_bytes=1), expected, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("rows", [1, 170])
 def test_dense_path_has_sinks(rows):
     it = call(**VARIANTS["everything"])

@@ -9,6 +9,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
+from tests.integrations import support
 from tests.integrations.common import KEEP_ALL, SPARSE, make_model, tuned
 from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
 
@@ -29,9 +30,7 @@ def deepseek():
 def model_of(family):
     if family == "DeepseekV3":
         return deepseek()
-    model = FAMILIES[family].make()
-    model.set_attn_implementation(FAMILIES[family].dense)
-    return model
+    return support.model_of(family)
 
 
 FOUND = [name for name, family in FAMILIES.items() if family.available]
