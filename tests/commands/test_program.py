@@ -1,9 +1,7 @@
 """The program: entry point, exit codes, errors in one line; text, tables and JSON as they are printed."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -13,12 +11,11 @@ import flexmask as package
 from flexmask import __main__ as main
 from flexmask import commands
 from flexmask.commands.output import Output
-from tests.repository import ROOT
+from tests.repository import ROOT, python
 
 
 def test_module_and_entry_point_are_the_program():
-    run = subprocess.run([sys.executable, "-m", "flexmask", "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == f"flexmask {package.__version__}\n"
+    assert python("-m", "flexmask", "--version") == f"flexmask {package.__version__}\n"
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {"flexmask": f"{main.__name__}:{main.main.__name__}"}
@@ -57,10 +54,7 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch, capsys):
 
 def test_characters_that_stdout_lacks_are_escaped():
     code = "import atexit, flexmask.__main__ as program; atexit.register(print, '|\u0394|'); program.main()"
-    command = [sys.executable, "-c", code, "--version"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert run.stdout.endswith("\n|\\u0394|\n")
+    assert python("-c", code, "--version", PYTHONIOENCODING="ascii").endswith("\n|\\u0394|\n")
 
 
 TUNE = "tune -m {folder} -t {prompt} --out {out}"

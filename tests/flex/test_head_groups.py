@@ -1,7 +1,6 @@
 """Groups of heads: every head once, within the limit, same results; memory of a mask."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
 from tests.attention_calls import CPP_ERROR, SINKS, flexprefill_attention
 from tests.cases import structured_inputs
+from tests.repository import python
 
 
 def head_bytes(inputs, named="flexprefill", block_size=16, **options):
@@ -131,8 +131,7 @@ def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
     # the least of up to three processes: torch's set-up counts as resident memory too
     peaks = []
     for _ in range(3):
-        run = subprocess.run([sys.executable, "-c", MEASURED, json.dumps(problem)], capture_output=True, text=True, check=True)
-        peak, counted = json.loads(run.stdout)
+        peak, counted = json.loads(python("-c", MEASURED, json.dumps(problem)))
         peaks.append(peak)
         if peak < 1.05 * counted:
             break

@@ -1,7 +1,6 @@
 """The adapter's prefill: a tiny random model, ragged batches, devices and what is read of them, memory; registered names."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
 from flexmask.environment import check_transformers
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded, static_cache
+from tests.repository import python
 
 
 def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
@@ -83,8 +83,7 @@ assert not any("flexmask" in name for both in names for name in both)
 flexmask_hf.register()
 assert all("flexmask" in interface().valid_keys() for interface in (AttentionInterface, AttentionMaskInterface))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr
+    python("-c", code)
 
 
 @pytest.mark.parametrize("release", ["4.53.3", "5.25.0", "6.0.0"])

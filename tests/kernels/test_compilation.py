@@ -1,14 +1,11 @@
 """Every kernel compiles, and fits into shared memory, for GPUs that need not be there."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.repository import ROOT
+from tests.repository import python
 
 pytest.importorskip("triton")
 
@@ -21,12 +18,9 @@ LIMITS = {
 
 def compiled(tmp_path: Path, which: str, target: str) -> set[str]:
     """Names of the compiled kernels, none of which failed or took too much memory; without Triton's interpreter."""
-    surroundings = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    surroundings |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.kernels.compile_kernels", which, target]
-    run = subprocess.run(command, capture_output=True, text=True, env=surroundings, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    results = [json.loads(line.removeprefix("compiled ")) for line in run.stdout.splitlines() if line.startswith("compiled ")]
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    lines = python("-m", "tests.kernels.compile_kernels", which, target, **environment).splitlines()
+    results = [json.loads(line.removeprefix("compiled ")) for line in lines if line.startswith("compiled ")]
     for result in results:
         assert result["error"] is None, result
         assert result["shared"] <= LIMITS[target], result
