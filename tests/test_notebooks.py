@@ -25,7 +25,7 @@ def run(folder, monkeypatch):
 
     (folder / "docs/notebooks").mkdir(parents=True)
     monkeypatch.chdir(folder / "docs/notebooks")
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = list(sys.path)
     plt.switch_backend("agg")
 
     def run(name, *changes):
@@ -37,6 +37,7 @@ def run(folder, monkeypatch):
         return [cell for cell in found["cells"] if cell["cell_type"] == "code"], names
 
     yield run
+    sys.path[:] = path
     plt.close("all")
 
 

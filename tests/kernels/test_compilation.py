@@ -18,8 +18,8 @@ LIMITS = {
 
 def compiled(tmp_path: Path, which: str, target: str) -> set[str]:
     """Names of the compiled kernels, none of which failed or took too much memory; without Triton's interpreter."""
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    lines = python("-m", "tests.kernels.compile_kernels", which, target, **environment).splitlines()
+    command = ("-m", "tests.kernels.compile_kernels", which, target)
+    lines = python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)).splitlines()
     results = [json.loads(line.removeprefix("compiled ")) for line in lines if line.startswith("compiled ")]
     for result in results:
         assert result["error"] is None, result
