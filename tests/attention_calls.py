@@ -127,7 +127,8 @@ def assert_same_gradients(it, keep, wanted, device="cpu", sinks=None, **keywords
     for name in given:
         assert (ours[name].grad is not None) == (name in wanted)
     for name in wanted:
-        torch.testing.assert_close(ours[name].grad.cpu().double(), exact[name].grad, atol=1e-4, rtol=1e-3)
+        atol = 1e-3 if name == "sinks" else 1e-4  # of a sum over all rows
+        torch.testing.assert_close(ours[name].grad.cpu().double(), exact[name].grad, atol=atol, rtol=1e-3)
         assert exact[name].grad.abs().max() > 1e-3
 
 
