@@ -90,6 +90,8 @@ REFUSED = [
     (TUNE, "give one of --density and --error"),
     (f"{TUNE} --density 1.5", "'--density': density must be"),
     (f"{TUNE} --option block_size=32 --tokens 100 --density .001", "'--density': density must be at least"),
+    (f"{TUNE} --error -1", "'--error': error must be"),
+    (f"{TUNE} --density .5 --method best", "'--method': method must be one of"),
     (f"{TUNE} --density .5 --tokens 20", "'--text': input_ids must hold more than block_size (128) tokens"),
     (f"{TUNE} --density .5 --out no/such/folder/x.json", "'--out': no folder no/such/folder"),
     (f"{TUNE} --density .5 --out {{folder}}/config.json", "'--out': config.json is a model's; name another file"),

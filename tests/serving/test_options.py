@@ -142,6 +142,7 @@ def test_different_options_have_different_salts():
         ({"flexmask_gamma": 2}, r"flexmask_gamma must be in \(0, 1\]; got 2"),
         ({"flexmask_gamma": float("nan")}, "flexmask_gamma must be finite; got nan"),
         ({"flexmask_gamma": "0.5"}, "flexmask_gamma must be a number; got str"),
+        ({"flexmask_gamma": True}, "flexmask_gamma must be a number; got bool"),
         ({"flexmask_gamma": [0.5, 0.6]}, "flexmask_gamma must be a number; got list"),
         ({"flexmask_dense": "yes"}, "flexmask_dense must be true or false; got 'yes'"),
         ({"flexmask_dense": True, "flexmask_gamma": 0.9}, "flexmask_gamma must come without flexmask_dense"),
