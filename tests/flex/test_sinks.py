@@ -1,10 +1,10 @@
-"""Attention with sinks, one more logit per head, on every path."""
+"""Attention with sinks, one more logit per head, on every path; gradients with and without."""
 
 import pytest
 import torch
 
 from flexmask.flex.run import with_sinks
-from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, assert_same_gradients, call
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, assert_same_gradients, call, padding
 from tests.comparisons import assert_same_attention
 
 
@@ -49,19 +49,22 @@ def test_dense_path_has_sinks(rows):
     assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), it.under(keep, SINKS)[0])
 
 
-wanted = pytest.mark.parametrize("wanted", [("query", "key", "value", "sinks"), ("sinks",)], ids=["of all", "of sinks"])
+INPUTS = ("query", "key", "value")
+wanted = pytest.mark.parametrize("wanted", [(*INPUTS, "sinks"), ("sinks",), INPUTS], ids=["of all", "of sinks", "without sinks"])
 
 
 @wanted
 @pytest.mark.parametrize("name", ["groups", "everything"])
-def test_gradients_reach_sinks_on_the_dense_path(name, wanted):
-    it = call(**VARIANTS[name])
-    assert_same_gradients(it, torch.ones_like(it.search().keep), wanted, sinks=SINKS, dense_below=1000)
+def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
+    it, sinks = call(**VARIANTS[name]), SINKS if "sinks" in wanted else None
+    assert_same_gradients(it, torch.ones_like(it.search().keep), wanted, sinks=sinks, dense_below=1000)
 
 
 @pytest.mark.attention
 @pytest.mark.gpu
 @wanted
-def test_gradients_reach_sinks(cuda, wanted):
-    it = call(q_len=600, block_size=64, head_dims=(64, 64))
-    assert_same_gradients(it, it.to(cuda).search().keep, wanted, cuda, SINKS, dense_below=0, backend="triton")
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_gradients_of_the_sparse_kernel_and_of_sinks(cuda, wanted, padded):
+    mask, sinks = padding(600, ("left", 90)) if padded else None, SINKS if "sinks" in wanted else None
+    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=mask)
+    assert_same_gradients(it, it.to(cuda).search().keep, wanted, cuda, sinks, dense_below=0, backend="triton")
