@@ -5,19 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_share
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks
 from flexmask.method import BlockProblem, method
 
 
-def _check(alpha: float, **_: object) -> None:
-    check_share("alpha", alpha, zero=True)
-
-
 @method(
     counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks"), "last_blocks": (0, "blocks")},
-    check=_check,
+    ranges={"alpha": "[0, 1]"},
     row_numbers=lambda kv_len, block_size, **_: kv_len // block_size,
 )
 def flash_prefill_mask(

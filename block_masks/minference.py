@@ -5,31 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_word
 from flexmask.base.inputs import map_bytes
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
-from flexmask.plain import (
-    by_offset,
-    extended_lines,
-    line_mass,
-    representative_attention,
-    representative_rows,
-    row_mass,
-)
+from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows, row_mass
 
 LAST_ROWS = 64
 SINK_TOKENS = 30
 NEAR_OFFSETS = 100
-LINES = ("pooled", "covering")
 
 
-def _check(lines: str, **_: object) -> None:
-    check_word("lines", lines, LINES)
-
-
-@method(check=_check, head_bytes=lambda inputs, size, *_, **__: map_bytes(inputs, size, LAST_ROWS))
+@method(words={"lines": ("pooled", "covering")}, head_bytes=lambda inputs, size, *_, **__: map_bytes(inputs, size, LAST_ROWS))
 def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lines: str = "pooled") -> Tensor:
     """MInference's vertical-slash pattern at the granularity of blocks, with a budget per head.
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_share
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.method import BlockProblem, method
 
 
-def _check(gamma: float, **_: object) -> None:
-    check_share("gamma", gamma)
-
-
-@method(check=_check, row_numbers=lambda kv_len, *_, **__: kv_len)
+@method(ranges={"gamma": "(0, 1]"}, row_numbers=lambda kv_len, *_, **__: kv_len)
 def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     """The fewest blocks of each query block that hold a share of its true attention; for measuring only.
 

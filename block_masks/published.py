@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask.base.checks import check_max_budget, check_share
+from flexmask.base.checks import check_max_budget
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
@@ -16,11 +16,6 @@ from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
 from flexmask.method import BlockProblem, ByHead, method
 from flexmask.plain import blocks_kept_always, by_offset, extended_lines, pooled_map
-
-
-def _check(*, tau: Any, min_budget: int, max_budget: int | None, **_: Any) -> None:
-    check_share("tau", tau, zero=True)
-    check_max_budget(max_budget, min_budget)
 
 
 def _check_call(inputs: AttentionInputs, **_: Any) -> None:
@@ -37,7 +32,14 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, t
     return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, 32)
 
 
-@method(counts={"min_budget": (0, "tokens")}, check=_check, check_call=_check_call, whole_blocks=True, head_bytes=_head_bytes)
+@method(
+    counts={"min_budget": (0, "tokens")},
+    ranges={"tau": "[0, 1]"},
+    check=check_max_budget,
+    check_call=_check_call,
+    whole_blocks=True,
+    head_bytes=_head_bytes,
+)
 def published_mask(
     problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
 ) -> Choice:

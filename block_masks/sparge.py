@@ -5,22 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_real, check_share
+from flexmask.base.checks import check_real
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, running_sums
 from flexmask.method import BlockProblem, method
 from flexmask.plain import block_means
 
 
-def _check(similarity_threshold: float, cdf_threshold: float, topk: float | None, **_: object) -> None:
+def _check(similarity_threshold: float, **_: object) -> None:
     check_real("similarity_threshold", similarity_threshold)
     if not -1 <= similarity_threshold <= 1:
         raise ValueError(f"similarity_threshold must be in [-1, 1]; got {similarity_threshold}")
-    check_share("cdf_threshold", cdf_threshold)
-    if topk is not None:
-        check_share("topk", topk)
 
 
-@method(check=_check, row_numbers=lambda kv_len, block_size, **_: 8 * kv_len // block_size**2)
+@method(
+    ranges={"cdf_threshold": "(0, 1]", "topk": "(0, 1]"},
+    check=_check,
+    row_numbers=lambda kv_len, block_size, **_: 8 * kv_len // block_size**2,
+)
 def sparge_mask(
     problem: BlockProblem, similarity_threshold: float = 0.6, cdf_threshold: float = 0.98, topk: float | None = None
 ) -> Tensor:

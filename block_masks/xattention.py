@@ -5,19 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_share
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
 from flexmask.method import BlockProblem, method
 
 
-def _check(block_size: int, stride: int, threshold: float) -> None:
+def _check(block_size: int, stride: int, **_: object) -> None:
     if block_size % stride != 0:
         raise ValueError(f"stride must divide block_size {block_size}; got {stride}")
-    check_share("threshold", threshold)
 
 
-@method(counts={"stride": (1, "tokens")}, check=_check, row_numbers=lambda kv_len, *_, stride, **__: kv_len // stride**2)
+@method(
+    counts={"stride": (1, "tokens")},
+    ranges={"threshold": "(0, 1]"},
+    check=_check,
+    row_numbers=lambda kv_len, *_, stride, **__: kv_len // stride**2,
+)
 def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0.9) -> Tensor:
     """XAttention's antidiagonal block scores, and the fewest blocks of each query block that reach a share of them.
 

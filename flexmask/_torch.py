@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import GlobalStateGuard
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
@@ -182,8 +183,6 @@ def runs_flex_attention_uncompiled() -> bool:
 
 
 def _backend_is_inductor() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     for _ in range(8):  # dynamo wraps what torch.compile was given
         if isinstance(backend, torch._TorchCompileInductorWrapper) or getattr(backend, "__name__", "") == "compile_fx":
@@ -194,8 +193,6 @@ def _backend_is_inductor() -> bool:
 
 
 def _dynamo_exports() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     return bool(InstructionTranslator.current_tx().output.export)
 
 
@@ -228,9 +225,7 @@ def _compared(written: str) -> str:
 
 def recompile_limit() -> str:
     """Name of the recompilation limit in torch._dynamo.config."""
-    import torch._dynamo.config as dynamo
-
-    return "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    return "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
 
 
 def ran_out_of_recompilations(error: Exception) -> bool:

@@ -51,14 +51,14 @@ def attend(
         groups, whole = selector.groups(inputs, call_options.max_mask_bytes), inputs.prepared()
         outputs, selections, dense = None, [], []
         for group in groups:
-            part, key_heads, selection, kernel = whole.of_heads(group), plan.dense_key_heads[group.key], None, backend
+            part, key_heads, selection, chosen = whole.of_heads(group), plan.dense_key_heads[group.key], None, backend
             if measured or with_maps or not all(key_heads):
                 selection = select_blocks(selector.of_heads(group.query), part, with_maps, measured)
                 selections.append(selection)
                 if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
                     # FLASH then packs a key head's query heads into one tile
-                    kernel = chosen_backend(call_options.backend, inputs, plan.block_size, return_lse, shared=True)
-            out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, kernel, return_lse)
+                    chosen = chosen_backend(call_options.backend, inputs, plan.block_size, return_lse, shared=True)
+            out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, chosen, return_lse)
             outputs = _with_group(outputs, (out, lse), group, inputs.query)
             dense.append(key_heads)
         assert outputs is not None

@@ -19,9 +19,7 @@ class CallOptions(NamedTuple):
     max_mask_bytes: int = MAX_MASK_BYTES
 
 
-def checked_call_options(
-    backend: str = "auto", dense_below: int | None = None, max_mask_bytes: int = MAX_MASK_BYTES
-) -> CallOptions:
+def checked_call_options(backend: str, dense_below: int | None, max_mask_bytes: int) -> CallOptions:
     """Check the options and fill in their defaults."""
     check_word("backend", backend, BACKENDS)
     max_mask_bytes = plain_number(max_mask_bytes)

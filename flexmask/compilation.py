@@ -78,7 +78,7 @@ def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], varian
 def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any) -> Any:
     """Call ``function(inputs, *rest)``, on accelerators compiled per `variant` and kind of inputs; `rest[0]` is block_size."""
     query, key = inputs.query, inputs.key
-    if runs_plain(query):
+    if runs_uncompiled(query):
         return function(inputs, *rest)
     batch, num_heads, q_len, head_dim = query.shape
     device = (query.device.type, query.device.index, query.dtype)
@@ -95,6 +95,6 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
         return run(dynamic, *rest)
 
 
-def runs_plain(query: Tensor) -> bool:
+def runs_uncompiled(query: Tensor) -> bool:
     """True on CPUs, where a compilation takes longer than it saves, in a surrounding one, and where none can run."""
     return query.device.type == "cpu" or is_traced() or not is_in_memory(query) or bool(stopping_modes())

@@ -11,6 +11,7 @@ import torch
 from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.dense import sdpa_serves
 from flexmask.selector import METHODS, CallSelector
 
 _log = logging.getLogger("flexmask")
@@ -97,8 +98,7 @@ def every_block_plan(reason: str, block_size: int, inputs: AttentionInputs) -> C
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:
     """True if SDPA's causal kernel serves the inputs: a whole prompt, without anything special."""
-    special = (inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-    return inputs.query.shape[2] == inputs.key.shape[2] and all(x is None for x in special)
+    return inputs.query.shape[2] == inputs.key.shape[2] and sdpa_serves(inputs, return_lse=False)
 
 
 def notice_dense(reason: str | None, q_len: int) -> None:

@@ -83,9 +83,9 @@ def device_name(device: torch.device | str) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads" if is_cpu else str(device)
 
 
-def backends(device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> list[BackendReport]:
-    """Every backend for a plain call on `device`: usable or not, and the one that ``backend="auto"`` takes."""
-    x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, head_dim)
+def backends(device: torch.device | str, dtype: torch.dtype) -> list[BackendReport]:
+    """Every backend for a plain call of head_dim 128 on `device`: usable or not, and the one that ``backend="auto"`` takes."""
+    x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, 128)
     inputs = AttentionInputs(x, x, x, scale=1.0)
     auto = chosen_backend("auto", inputs, 128, False).name
     reports = []

@@ -19,15 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped, grouped_scores, masked_softmax
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, visible_keys, whole_blocks
-
-
-def edges_of(*_: object) -> None:
-    """None: only the kernels read edges."""
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
@@ -202,7 +198,7 @@ class Blocks(NamedTuple):
 
 def kept_blocks(
     problem: BlockProblem,
-    lines: Lines,
+    lines: Tensor,
     blocks: Blocks | None,
     last: RepresentativeMass | None = None,
     nearest: tuple[int, int] = (0, 0),
@@ -211,7 +207,7 @@ def kept_blocks(
 
     Every query block keeps its ``nearest[0]`` nearest blocks; those with rows of `last` keep ``nearest[1]`` and all lines.
     """
-    keep, always = extended_lines(lines.kept[0], lines.kept[1], problem.seen), blocks_kept_always(problem)
+    keep, always = extended_lines(lines[0], lines[1], problem.seen), blocks_kept_always(problem)
     if last is not None:
         # (batch or 1, 1, num_q_blocks, 1): query blocks with rows of `last`
         q_block = torch.arange(keep.shape[2], device=keep.device)

@@ -102,10 +102,10 @@ def _rows_of(source: Any) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _whole_numbers(axis: Any, labels: Sequence[int], most: int = 20) -> None:
+def _whole_numbers(axis: Any, labels: Sequence[int]) -> None:
     """Tick every layer or head, or as many as fit; `axis` is ``axes.xaxis`` or ``axes.yaxis``."""
-    step = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, len(labels)) if step * most >= len(labels))
-    places = range(0, len(labels), step)
+    every = next(every for every in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, len(labels)) if every * 20 >= len(labels))
+    places = range(0, len(labels), every)
     axis.set_ticks(places, labels=[str(labels[place]) for place in places])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once, is_traced, keep_static
-from flexmask.base.blocks import BlockProblem, Steps, cut_into_blocks
+from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
@@ -24,9 +24,6 @@ from flexmask.stats import FROM_LISTS, computed, empty
 if HAS_TRITON:
     from flexmask import kernels
 
-    _KERNELS: Steps[kernels.RepresentativeMass, kernels.Blocks] = kernels
-
-_PLAIN: Steps[plain.RepresentativeMass, plain.Blocks] = plain
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
@@ -38,129 +35,36 @@ def select_blocks(
     with torch.no_grad(), without_autocast(inputs.query.device):
         query, by_kernels = inputs.query, selector.runs_kernels(inputs.query)
         # a launch takes numbers as they are
-        tensors = option_tensors(selector, query, keep_numbers=by_kernels and not is_traced())
+        ready = with_tensors(selector, query, keep_numbers=by_kernels and not is_traced())
         if by_kernels:
-            run = _as_one_operator if is_traced() else run_kernels
-            return run(selector, inputs, tensors, with_map, statistics)
-        if query.is_cuda and not is_traced():
-            for tensor in tensors.values():
-                keep_static(tensor)
-        if selector.row_numbers:
-            rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * selector.block_size))
-            rows *= selector.block_size
-            if rows < query.shape[2]:
-                return _in_slices(selector, inputs, tensors, rows, with_map, statistics)
-        return run_plain(selector, inputs, tensors, with_map, statistics)
+            result = (_as_one_operator if is_traced() else run_kernels)(ready, inputs, with_map, statistics)
+        else:
+            rows = query.shape[2]
+            if selector.row_numbers:
+                rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * selector.block_size))
+                rows *= selector.block_size
+            in_slices = rows < query.shape[2]
+            result = _in_slices(ready, inputs, rows, statistics) if in_slices else run_plain(ready, inputs, statistics)
+        # without a title all methods share one compiled kernel
+        title = selector.method.name if result.mask_mod is not None else selector.title if with_map else None
+        return result.with_fields(keep=result.keep if with_map else None, title=title)
 
 
-def run_kernels(
-    selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
-) -> Selection:
-    """Run a method by kernels; `tensors` are those of its options that are numbers (`option_tensors`)."""
-    fixed = {name: value for name, value in selector.options.items() if name not in tensors}
-    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
-    device = inputs.query.device
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    # Triton launches on the current device
-    with contextlib.nullcontext() if is_current else torch.cuda.device(device):
-        problem = cut_into_blocks(inputs, selector.block_size, _KERNELS, wants_map)
-        result = result_of(problem, selector.method.choose, fixed, tensors, statistics)
-    return _finished(selector, result, with_map)
-
-
-def run_plain(
-    selector: Selector,
-    inputs: SparseInputs,
-    tensors: dict[str, Tensor],
-    with_map: bool,
-    statistics: tuple[str, ...],
-    end: Tensor | None = None,
-) -> Selection:
-    """Run a method in plain steps; in a slice of rows `end` is the whole's, (batch,)."""
-    fixed = {name: value for name, value in selector.options.items() if name not in tensors}
-    arguments = (selector.block_size, selector.method.choose, fixed, tensors, statistics, end)
-    if selector.method.is_users:
-        result = plain_result(inputs, *arguments)
-    else:
-        result = run_compiled(plain_result, (selector.method.name, tuple(fixed.items()), statistics), inputs, *arguments)
-    return _finished(selector, result, with_map)
-
-
-def _in_slices(
-    selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], rows: int, with_map: bool, statistics: tuple[str, ...]
-) -> Selection:
-    """As `run_plain`, of `rows` query rows at a time."""
-    query, q_len, first = inputs.query, inputs.query.shape[2], inputs.offset
-    if first is None:
-        first = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
-    maps = []
-    for start in range(0, q_len, rows):
-        part = inputs.with_fields(query=query[:, :, start : start + rows], offset=first + start)
-        keep = run_plain(selector, part, tensors, True, (), first + q_len).keep
-        assert keep is not None
-        maps.append(keep)
-    # lists and statistics of the whole map
-    variant, kept = ("map", (), statistics), {"kept": torch.cat(maps, 2)}
-    result = run_compiled(plain_result, variant, inputs, selector.block_size, from_map, {}, kept, statistics, None)
-    return _finished(selector, result, with_map)
-
-
-def _finished(selector: Selector, result: Selection, with_map: bool) -> Selection:
-    # without a title all methods share one compiled kernel
-    title = selector.method.name if result.mask_mod is not None else selector.title if with_map else None
-    return result.with_fields(keep=result.keep if with_map else None, title=title)
-
-
-def plain_result(
-    inputs: SparseInputs,
-    block_size: int,
-    choose: Callable[..., Choice | Tensor | None],
-    fixed: dict[str, Any],
-    tensors: dict[str, Tensor],
-    statistics: tuple[str, ...],
-    end: Tensor | None,
-) -> Selection:
-    """As torch compiles it."""
-    return result_of(cut_into_blocks(inputs, block_size, _PLAIN, end=end), choose, fixed, tensors, statistics)
-
-
-def result_of(
-    problem: BlockProblem,
-    choose: Callable[..., Choice | Tensor | None],
-    fixed: dict[str, Any],
-    tensors: dict[str, Tensor],
-    statistics: tuple[str, ...],
-) -> Selection:
-    """Run a method's function, and compute the wanted statistics."""
-    choice = choose(problem, **fixed, **tensors)
-    if not isinstance(choice, Choice):
-        choice = from_map(problem, choice)
-    stats = dict(zip(statistics, computed(choice, statistics, problem), strict=True)) if statistics else {}
-    return Selection(choice.lists, choice.keep, stats, problem.block_size, None, choice.mask_mod)
-
-
-def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
-    """The choice of a map of kept blocks; None: every visible block."""
-    # written to memory: both lists must come from the same floats
-    limited = problem.visible if kept is None else computed_once((kept | problem.own) & problem.visible)
-    limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
-    return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
-
-
-def option_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool = False) -> dict[str, Tensor]:
-    """The options that are numbers as tensors in `widest_float`, so another value is not another compilation.
+def with_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool) -> Selector:
+    """The selector with options that are numbers as tensors in `widest_float`, so another value is not another compilation.
 
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
-    method, options = selector.method, selector.options
+    method, options = selector.method, dict(selector.options)
     floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
-    # torch 2.5 cannot trace |=
-    tensors = {name: _written(query.device, options[name]) for name in (*floats, *method.pairs)}
-    for name in method.shares:
-        share = options[name]
-        if not (keep_numbers and isinstance(share, float)):
-            tensors[name] = share if isinstance(share, Tensor) else _written(query.device, share, (query.shape[1],))
-    return tensors
+    for name in (*floats, *method.pairs, *method.shares):
+        if keep_numbers and isinstance(options[name], float):
+            continue
+        if not isinstance(options[name], Tensor):
+            options[name] = _written(query.device, options[name], (query.shape[1],) if name in method.shares else ())
+        if query.is_cuda and not keep_numbers and not is_traced():
+            keep_static(options[name])
+    return Selector(method, selector.block_size, options)
 
 
 def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
@@ -174,29 +78,95 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     return torch.stack([_written(device, part) for part in value])
 
 
-def _as_one_operator(
-    selector: Selector, inputs: SparseInputs, tensors: dict[str, Tensor], with_map: bool, statistics: tuple[str, ...]
+def run_kernels(selector: Selector, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+    """Run a method by kernels; its options are those of `with_tensors`."""
+    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
+    device = inputs.query.device
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    # Triton launches on the current device
+    with contextlib.nullcontext() if is_current else torch.cuda.device(device):
+        edges = kernels.edges_of(inputs, selector.block_size)
+        problem = BlockProblem(inputs, selector.block_size, kernels, wants_map, edges)
+        return result_of(problem, selector.method.choose, selector.options, statistics)
+
+
+def run_plain(selector: Selector, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None) -> Selection:
+    """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
+    method, arguments = selector.method, (selector.block_size, selector.method.choose, selector.options, statistics, end)
+    if method.is_users:
+        return plain_result(inputs, *arguments)
+    fixed = tuple([(name, value) for name, value in selector.options.items() if not isinstance(value, Tensor)])
+    return run_compiled(plain_result, (method.name, fixed, statistics), inputs, *arguments)
+
+
+def _in_slices(selector: Selector, inputs: SparseInputs, rows: int, statistics: tuple[str, ...]) -> Selection:
+    """As `run_plain`, of `rows` query rows at a time."""
+    query, q_len, first = inputs.query, inputs.query.shape[2], inputs.offset
+    if first is None:
+        first = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
+    maps = []
+    for start in range(0, q_len, rows):
+        part = inputs.with_fields(query=query[:, :, start : start + rows], offset=first + start)
+        keep = run_plain(selector, part, (), first + q_len).keep
+        assert keep is not None
+        maps.append(keep)
+    # lists and statistics of the whole map
+    variant, kept = ("map", (), statistics), {"kept": torch.cat(maps, 2)}
+    return run_compiled(plain_result, variant, inputs, selector.block_size, from_map, kept, statistics, None)
+
+
+def plain_result(
+    inputs: SparseInputs,
+    block_size: int,
+    choose: Callable[..., Choice | Tensor | None],
+    options: dict[str, Any],
+    statistics: tuple[str, ...],
+    end: Tensor | None,
 ) -> Selection:
+    """As torch compiles it."""
+    return result_of(cut_into_blocks(inputs, block_size, plain, end), choose, options, statistics)
+
+
+def result_of(
+    problem: BlockProblem, choose: Callable[..., Choice | Tensor | None], options: dict[str, Any], statistics: tuple[str, ...]
+) -> Selection:
+    """Run a method's function, and compute the wanted statistics."""
+    choice = choose(problem, **options)
+    if not isinstance(choice, Choice):
+        choice = from_map(problem, choice)
+    return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
+
+
+def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
+    """The choice of a map of kept blocks; None: every visible block."""
+    # written to memory: both lists must come from the same floats
+    limited = problem.visible if kept is None else computed_once((kept | problem.own) & problem.visible)
+    limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
+    return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
+
+
+def _as_one_operator(selector: Selector, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """A selection by kernels as an operator, apart from the graph of flex_attention (docs/design.md)."""
-    fixed = {name: value for name, value in selector.options.items() if name not in tensors and value is not None}
-    words = {name: value for name, value in fixed.items() if isinstance(value, str)}
+    given = {name: value for name, value in selector.options.items() if value is not None}
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    words = {name: value for name, value in given.items() if isinstance(value, str)}
     # floats that stayed numbers are 0
-    integers = {name: int(value) for name, value in fixed.items() if name not in words}
+    integers = {name: int(value) for name, value in given.items() if name not in tensors and name not in words}
     outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
-        selector.method.name, selector.block_size, list(tensors), list(tensors.values()), list(words), list(words.values()),
-        list(integers), list(integers.values()), with_map, list(statistics),
+        selector.method.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()), list(words.values()),
+        list(integers.values()), with_map, list(statistics),
     )  # fmt: skip
-    stats, title = dict(zip(statistics, outputs[5:], strict=True)), selector.title if with_map else None
-    return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size, title)
+    stats = dict(zip(statistics, outputs[5:], strict=True))
+    return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size)
 
 
 @torch.library.custom_op(
     "flexmask::select",
     mutates_args=(),
     schema="(Tensor query, Tensor key, float scale, float? softcap, SymInt? window, Tensor? attention_mask, Tensor? offset, "
-    "str method, SymInt block_size, str[] tensor_names, Tensor[] tensors, str[] word_names, str[] words, str[] integer_names, "
-    "SymInt[] integers, bool with_map, str[] statistics) -> Tensor[]",
+    "str method, SymInt block_size, str[] names, Tensor[] tensors, str[] words, SymInt[] integers, bool with_map, "
+    "str[] statistics) -> Tensor[]",
 )
 def selection_operator(
     query: Tensor,
@@ -208,24 +178,21 @@ def selection_operator(
     offset: Tensor | None,
     method: str,
     block_size: int,
-    tensor_names: list[str],
+    names: list[str],
     tensors: list[Tensor],
-    word_names: list[str],
     words: list[str],
-    integer_names: list[str],
     integers: list[int],
     with_map: bool,
     statistics: list[str],
 ) -> list[Tensor]:
-    """`run_kernels` as an operator; options that are not among the tensors, words and integers are None."""
-    by_name = dict(zip(tensor_names, tensors, strict=True))
-    fixed = zip([*word_names, *integer_names], [*words, *integers], strict=True)
-    options = {**dict.fromkeys(METHODS[method].defaults), **dict(fixed), **by_name}
+    """`run_kernels` as an operator; options that `names` lacks, those of tensors, words and integers, are None."""
+    given = zip(names, [*tensors, *words, *integers], strict=True)
+    options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
-    selector = Selector(METHODS[method], block_size, options)
-    run = run_kernels if selector.runs_kernels(query) else run_plain
-    selection = run(selector, inputs, by_name, with_map, tuple(statistics))
-    keep = query.new_empty(0, dtype=torch.bool) if selection.keep is None else selection.keep
+    selector, wanted = Selector(METHODS[method], block_size, options), tuple(statistics)
+    by_kernels = selector.runs_kernels(query)
+    selection = run_kernels(selector, inputs, with_map, wanted) if by_kernels else run_plain(selector, inputs, wanted)
+    keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
     return [*selection.lists, keep, *selection.stats.values()]
 
 

@@ -13,6 +13,7 @@ from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.checks import (
     check_block_size,
     check_count,
+    check_share,
     check_shares,
     check_word,
     pairs_by_head,
@@ -58,6 +59,8 @@ class Method:
     shares: tuple[str, ...] = ()
     pairs: Mapping[str, Callable[[int], PairsByHead] | None] = field(default_factory=dict)
     counts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # {"sink_blocks": (0, "blocks")}: least value, unit
+    ranges: Mapping[str, str] = field(default_factory=dict)  # {"tau": "[0, 1]"}: interval of a share that is no share by head
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {"lines": ("pooled", "covering")}
     check: Callable[..., None] | None = None  # of block_size and options; raises for those that it does not serve
     check_call: Callable[..., None] | None = None  # of inputs too
     keeps_all: Callable[..., bool] | None = None  # of one head's options: it keeps all its blocks; None: never
@@ -88,6 +91,11 @@ class Method:
             check_shares(name, filled[name])
         for name, (least, unit) in self.counts.items():
             check_count(name, filled[name], least, unit)
+        for name, interval in self.ranges.items():
+            if filled[name] is not None or self.defaults[name] is not None:
+                check_share(name, filled[name], interval)
+        for name, words in self.words.items():
+            check_word(name, filled[name], words)
         if self.check is not None:
             self.check(block_size=block_size, **filled)
         return Selector(self, block_size, filled)

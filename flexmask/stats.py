@@ -75,10 +75,9 @@ STATISTICS = tuple(name for name in TENSORS if name != "is_dense")  # of those t
 FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # of those that need no map of blocks
 
 
-def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> tuple[Tensor, ...]:
+def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> dict[str, Tensor]:
     """The statistics of these names, (batch, num_heads) each."""
-    heads = problem.inputs.query.shape[:2]
-    values = []
+    heads, values = problem.inputs.query.shape[:2], {}
     for name in names:
         compute, own = _FIELDS[name]["compute"], choice.statistics.get(name)
         if own is not None:
@@ -90,8 +89,8 @@ def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> tup
         else:
             value = _absent(name, choice.lists.kv_num_blocks[:, :, 0])
         # operators' results must not share memory
-        values.append(value.expand(heads).clone())
-    return tuple(values)
+        values[name] = value.expand(heads).clone()
+    return values
 
 
 def empty(names: Iterable[str], heads: Tensor) -> list[Tensor]:

@@ -158,30 +158,27 @@ def sparse_attention_varlen(
     pack = attention_inputs(
         *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), scale=scale, softcap=softcap, window=window, sinks=sinks
     )
-    filled = [number for number, segment in enumerate(segments) if segment.q_len > 0]
-    problems = {number: segments[number].of(pack) for number in filled}
-    selectors = {number: selector.for_inputs(inputs) for number, inputs in problems.items()}
+    filled = [segment for segment in segments if segment.q_len > 0]
+    problems = [segment.of(pack) for segment in filled]
+    selectors = [selector.for_inputs(inputs) for inputs in problems]
     if backend != "auto":
         chosen_backend(backend, pack, block_size, return_lse)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
-    reasons = {n: policy.by_size(segments[n].q_len, segments[n].kv_len) for n in filled}
-    short = [n for n, reason in reasons.items() if reason is not None]
-    for number in short:
-        notice_dense(reasons[number], segments[number].q_len)
-    parts = dense_attention_packed(pack, [segments[n] for n in short], return_lse, backend)
-    served = {n: Attended(*part) for n, part in zip(short, parts, strict=True)}
-    for number in filled:
-        if number not in served:
-            inputs = problems[number]
-            plan = policy.plan(inputs, selectors[number], return_lse)
-            notice_dense(plan.reason, segments[number].q_len)
-            served[number] = attend(inputs, plan, call_options, return_lse, statistics)
-    outs, lses = [served[n].out for n in filled], [served[n].lse for n in filled]
-    out = torch.cat(outs, 2)[0].transpose(0, 1).contiguous()
-    extras: list[Any] = [torch.cat([lse for lse in lses if lse is not None], 2)[0]] if return_lse else []
+    is_short = [policy.by_size(segment.q_len, segment.kv_len) is not None for segment in filled]
+    together = [segment for segment, short in zip(filled, is_short, strict=True) if short]
+    dense = iter(dense_attention_packed(pack, together, return_lse, backend))
+    served = []
+    for inputs, of_call, short in zip(problems, selectors, is_short, strict=True):
+        plan = policy.plan(inputs, of_call, return_lse)
+        notice_dense(plan.reason, inputs.query.shape[2])
+        served.append(Attended(*next(dense)) if short else attend(inputs, plan, call_options, return_lse, statistics))
+    out = torch.cat([part.out for part in served], 2)[0].transpose(0, 1).contiguous()
+    extras: list[Any] = [torch.cat([part.lse for part in served if part.lse is not None], 2)[0]] if return_lse else []
     if return_stats:
-        extras.append(tuple((served[n].stats if n in served else None) or dense_stats(pack.query) for n in range(len(segments))))
+        of_filled = iter(served)
+        stats = [next(of_filled).stats if segment.q_len > 0 else None for segment in segments]
+        extras.append(tuple(dense_stats(pack.query) if of_call is None else of_call for of_call in stats))
     return (out, *extras) if extras else out
 
 

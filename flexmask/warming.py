@@ -13,7 +13,7 @@ from flexmask.base.checks import check_int, plain_number
 from flexmask.selector import selector_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block
-_LENGTHS = (1100, 2300)
+LENGTHS = (1100, 2300)
 # blocks, on CUDA: medium and large maps (block_masks/flexprefill/map_top_p_kernels.py); chunks have half the square
 MANY_BLOCKS = (190, 370)
 
@@ -90,7 +90,7 @@ def warmup(
     of_method = {name: value for name, value in options.items() if name not in taken}
     selector = selector_of(options.get("method", RECOMMENDED), block_size, of_method)
     block = block_size if selector.method.whole_blocks else 1
-    lengths = [-(-length // block) * block for length in _LENGTHS]
+    lengths = [-(-length // block) * block for length in LENGTHS]
     if torch.device(device).type == "cuda":
         lengths += [blocks * block_size for blocks in MANY_BLOCKS]
     start = time.perf_counter()

@@ -120,14 +120,14 @@ def mask_function(method: str) -> Any:
 def hybrid_rule() -> Rule:
     """The present constants of hybrid selection."""
     floor: dict[str, Any] = {"halvings": hybrid.plain.HALVINGS, "slack": hybrid.plain.SLACK}
-    return Rule(**{name: getattr(hybrid, name.upper()) for name in Rule._fields if name not in floor}, **floor)
+    return Rule(**hybrid.RULE._asdict(), **floor)
 
 
 @contextlib.contextmanager
 def hybrid_length(tokens: int) -> Iterator[None]:
     """Set the length at which hybrid's thresholds are 1 - gamma, so short prompts count as long."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hybrid, "LENGTH", tokens)
+        patched.setattr(hybrid, "RULE", hybrid.RULE._replace(length=tokens))
         yield
 
 

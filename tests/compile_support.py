@@ -71,7 +71,7 @@ def recompilations(most: int) -> contextlib.AbstractContextManager[None]:
 @pytest.fixture
 def as_on_accelerators(monkeypatch):
     """Compile methods on this CPU too."""
-    monkeypatch.setattr(compilation, "runs_plain", lambda query: is_traced())
+    monkeypatch.setattr(compilation, "runs_uncompiled", lambda query: is_traced())
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from flexmask import plain
-from flexmask.base.blocks import Lines
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.block_masks import hybrid
@@ -18,7 +17,6 @@ from flexmask.plain import Blocks, extended_lines
 from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
-from tests.oracle.hybrid import Rule
 
 BLOCK = 16
 
@@ -136,12 +134,12 @@ def hybrid_case():
 
 
 # the constants, with values under which all decide something; the others are those of the floor
-SENSITIVE = dict(zip(Rule._fields[:-2], (320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4), strict=True))
+SENSITIVE = hybrid.plain.Rule(320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4)
 
 
 def other_constant(name, factor):
-    value = SENSITIVE[name.lower()]
-    return hybrid, name, type(value)(value * factor)
+    value = getattr(SENSITIVE, name)
+    return hybrid, "RULE", SENSITIVE._replace(**{name: type(value)(value * factor)})
 
 
 def other_step(name, change):
@@ -172,18 +170,18 @@ def mean_of_rows(right, problem, last, *rest):
 
 
 def gate_everywhere(right, problem, lines, blocks, *rest):
-    on_lines = extended_lines(lines.kept[0], lines.kept[1], problem.seen)
-    return right(problem, Lines(torch.zeros_like(lines.kept)), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
+    on_lines = extended_lines(lines[0], lines[1], problem.seen)
+    return right(problem, torch.zeros_like(lines), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
 
 
 # by name: what is replaced, by which name of its module, and by what
 RULE_FAULTS = {
     **{
         name: other_constant(name, 1.5)
-        for name in ("LENGTH", "GAMMA", "LONGER", "KEY_BLOCK", "DIAGONAL", "ROWS", "EARLIER_ROWS", "FIRST_ROWS", "LINES")
+        for name in ("length", "gamma", "longer", "key_block", "diagonal", "rows", "earlier_rows", "first_rows", "lines")
     },
-    "MOST_LONGER": other_constant("MOST_LONGER", 0.5),
-    "NEAREST": other_constant("NEAREST", 2),
+    "most_longer": other_constant("most_longer", 0.5),
+    "nearest": other_constant("nearest", 2),
     "mean instead of the most": other_step("last_rows_lines", mean_of_rows),
     "no residual": other_step("last_rows_lines", with_argument("near", lambda _: 10**6)),
     "residual of the nearest too": other_step("last_rows_lines", with_argument("near", lambda _: 0)),
@@ -207,8 +205,7 @@ def hybrid_expected():
 @pytest.fixture
 def _sensitive(monkeypatch):
     """Constants that all decide something."""
-    for name, value in SENSITIVE.items():
-        monkeypatch.setattr(hybrid, name.upper(), value)
+    monkeypatch.setattr(hybrid, "RULE", SENSITIVE)
 
 
 @pytest.mark.usefixtures("_sensitive")

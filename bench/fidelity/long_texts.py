@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     use = "tune" if options.tune else "test"
     tokenizer: Any = smollm.tokenizer(options.model)
     for name, text in texts(use, options.brotli):
-        ids = np.array(tokenizer(text).input_ids[: options.tokens], dtype=np.uint16)
+        ids = np.array(tokenizer(text).input_ids[: options.tokens], dtype=np.uint32)
         path = options.folder / use / f"{name}-{options.tokens // 1024}k.npy"
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, ids)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.report import fidelity, first_token, leaderboard, should_i_use_it, speed
+from bench.report import fidelity, first_token, leaderboard, should_i_use_it, speed, trained
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -30,11 +30,12 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **leaderboard.TABLES,
     **should_i_use_it.TABLES,
     **first_token.TABLES,
+    **trained.TABLES,
 }
 FIGURES = {
     "fidelity-by-density": fidelity.draw_by_density,
     "speed-calls": speed.draw_calls,
-    "speed-first-token": first_token.draw,
+    "speed-first-token": trained.draw,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

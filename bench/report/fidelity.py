@@ -27,10 +27,11 @@ GAMMAS = (0.8, 0.85, 0.9, 0.95, 0.98)
 OTHERS = ("flexprefill", "xattention")  # the next best
 
 
-def language_model(length: int, folder: Path = FOLDER, yarn: int = 8) -> pd.DataFrame:
-    """Rows of whole prefills at a length with a factor of YaRN, under usual settings."""
+def language_model(length: int, folder: Path = FOLDER, yarn: int = 8, model: str = "SmolLM2-135M") -> pd.DataFrame:
+    """Rows of a model's whole prefills at a length with a factor of YaRN, under usual settings."""
     rows = read("lengths", folder)
-    return usual(rows[(rows["length"] == length) & (rows["yarn"] == yarn) & rows["chunk"].isna()])
+    chosen = (rows["model"] == model) & (rows["length"] == length) & (rows["yarn"] == yarn)
+    return usual(rows[chosen & rows["chunk"].isna()])
 
 
 def hybrid_at(rows: pd.DataFrame, options: str = DEFAULT) -> pd.DataFrame:
@@ -38,7 +39,7 @@ def hybrid_at(rows: pd.DataFrame, options: str = DEFAULT) -> pd.DataFrame:
     return rows[(rows["method"] == "hybrid") & (rows["options"] == options)]
 
 
-def _mean_of(rows: pd.DataFrame, figure: str, form: str) -> str:
+def mean_of(rows: pd.DataFrame, figure: str, form: str) -> str:
     """Mean over texts with its interval."""
     values = rows[figure].to_numpy()
     return f"{values.mean():{form}}{interval(*over_files(list(rows['text']), lambda weights: float(weights @ values)), form)}"
@@ -51,7 +52,7 @@ def _against_others(label: str, named: dict[str, tuple[int, str]], folder: Path,
         rows = language_model(length, folder, yarn)
         own, curves = hybrid_at(rows, options), Curves(rows)
         errors = [number(curves.error_at(other, own["density"].mean())) for other in OTHERS]
-        figures = [_mean_of(own, "abs_d", ".2f"), _mean_of(own, "d_loss", "+.3f"), *errors]
+        figures = [mean_of(own, "abs_d", ".2f"), mean_of(own, "d_loss", "+.3f"), *errors]
         cells.append([name, percent(own["density"].mean()), *figures])
     others = [f"{other}'s {ERROR} at this density" for other in OTHERS]
     return markdown_table([label, "density", ERROR, "change of the loss", *others], cells)

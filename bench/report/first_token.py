@@ -1,4 +1,4 @@
-"""Time to first token of 8B shapes in engines and in transformers: README's table and figure."""
+"""Time to first token in engines and in transformers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from bench.report import LINES
-from bench.report.fidelity import LENGTHS, hybrid_at, language_model
-from bench.report.rows import FOLDER, number, percent
-from bench.report.speed import DENSE, model_rows, times
+from bench.report.rows import FOLDER
+from bench.report.speed import DENSE, model_rows
 from bench.serving.table import Row, engine_rows, first_tokens, throughput
-from bench.tables import markdown_table, thousands
 
 SHAPE = "llama-3.1-8b"
-_SHOWN = (32768, 65536, 131072)
 RANDOM = 0.2  # density of the random blocks that transformers was timed with
 _H100 = {"device": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "model": SHAPE, "run": "nearest keys"}
-# pages, from README.md
-_ENGINES, _MODELS = "docs/serving.md#measurements", "bench/REPORT.md#whole-models"
-_VLLM = "bench/REPORT.md#vllm-on-an-h100"
-_ERROR = "bench/FIDELITY.md#does-it-hold-at-my-length"
 
 
 def vllm(folder: Path = FOLDER, model: str = SHAPE, cache: str = "auto") -> pd.DataFrame:
@@ -75,48 +67,7 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
     return paired.assign(ratio=paired["dense"] / paired["sparse"], density=own["sparse"]["density"].mean())
 
 
-def _cell(own: pd.Series, page: str, digits: int = 1) -> str:
-    """Seconds and their ratio, with the density in brackets."""
-    density = percent(own["density"], digits)
-    return f"{own['dense']:.3f} to {own['sparse']:.3f} s, [{times(own['ratio'], 2)}]({page}) ({density})"
-
-
-def table(folder: Path = FOLDER) -> list[str]:
-    """A row per length; the error is hybrid's on texts of that length."""
-    in_vllm, in_sglang, in_transformers = vllm_h100(folder), sglang(folder), transformers(folder)
-    cells = []
-    for tokens in _SHOWN:
-        yarn = 8 if tokens in LENGTHS else 16
-        kept, change = hybrid_at(language_model(tokens, folder, yarn))[["density", "abs_d"]].mean()
-        error = f"[{number(change)}]({_ERROR}) ({percent(kept)}{'' if yarn == 8 else '; factor 16'})"
-        engines = [_cell(in_vllm.loc[tokens], _VLLM), _cell(in_sglang.loc[tokens], _ENGINES)]
-        cells.append([thousands(tokens), *engines, _cell(in_transformers.loc[tokens], _MODELS, digits=0), error])
-    engines = ["vLLM 0.26, H100 (density)", "SGLang 0.5.16, H200", "transformers 5.17, H200, random blocks"]
-    return markdown_table(["prompt", *engines, "error*, SmolLM2-135M"], cells)
-
-
-def draw(axes: Any, folder: Path = FOLDER) -> None:
-    """Ratios by length, a line per engine; a line ends where a length was not timed."""
-    engines = {
-        "vLLM 0.26, H100, density of text": vllm_h100(folder),
-        "vLLM 0.26, H200, density of text": vllm(folder),
-        "SGLang 0.5.16, H200, density of text": sglang(folder),
-        f"transformers, H200, random blocks, density {RANDOM:.0%}": transformers(folder),
-    }
-    lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
-    for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
-        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 6, "fillstyle": "none"}
-        axes.plot(lengths, figures["ratio"].reindex(lengths), label=name, **style)
-    axes.axhline(1, color="#444444", linewidth=0.8)
-    axes.set(xlabel="tokens of the prompt", ylabel="first token: times as fast as dense", xscale="log", ylim=(0.9, 2.8))
-    axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
-    axes.minorticks_off()
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-
-
 TABLES = {
-    "first-token": table,
     "vllm-first-tokens": vllm_first_tokens,
     "vllm-at-once": vllm_at_once,
 }

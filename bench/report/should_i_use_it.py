@@ -10,6 +10,7 @@ from bench.report.fidelity import LENGTHS, hybrid_at, language_model
 from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, number, percent
 from bench.report.speed import call_rows, speed_up, times
+from bench.report.trained import first_tokens
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
@@ -38,7 +39,10 @@ def models(folder: Path = FOLDER) -> list[str]:
     windows = f"[layers without a window, or with one of 16,384 tokens or more]({_SERVED})"
     as_its_row = "[as its row says](../integrations/huggingface/SUPPORT.md)"
     none = ["-"] * len(_GAINS)
+    trained = "../bench/FIDELITY.md#a-trained-model-of-15-billion-parameters"
     rows = [
+        ["Qwen2.5-Coder-1.5B, trained, on text", "vLLM 0.26, H100", *_gains(first_tokens(folder), trained), served],
+        ["the same, gamma 0.95", "vLLM 0.26, H100", *_gains(first_tokens(folder, 0.95), trained), served],
         ["Llama 3.1 8B", "vLLM 0.26", *_gains(vllm(folder), _ENGINES), served],
         ["the same", "vLLM 0.26, H100", *_gains(vllm_h100(folder), _VLLM), served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],

@@ -8,6 +8,7 @@ One engine a process, with the stock backend (``--stock``) or with the plug-in, 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from bench.fidelity.texts import read
 from bench.prompts.models import SHAPES, shape_config
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers its method
@@ -49,6 +51,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     how.add_argument("--stock", action="store_true", help="vLLM's FLASH_ATTN, without the plug-in")
     how.add_argument("--settings", type=json.loads, default={}, help='JSON like \'{"method": "random_blocks", "density": 0.2}\'')
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768, 65536, 131072])
+    parser.add_argument("--texts", type=Path, help="with --model: prompts are the beginnings of these texts")
+    parser.add_argument("--prompts", type=int, default=1, help="different prompts of a length, each with a row (1)")
     parser.add_argument(
         "--chunks", type=int, nargs="*", default=[], help="also prefill the longest prompt in chunks of so many tokens"
     )
@@ -128,7 +132,10 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
 
 
 def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[int]]:
-    """Return `number` different prompts: needles for a model, random tokens for a shape."""
+    """Return `number` different prompts: beginnings of texts, or needles for a model and random tokens for a shape."""
+    if options.texts:
+        found = read(options.texts, Path(options.model)).values()
+        return [ids[:tokens].tolist() for ids in itertools.islice(itertools.cycle(found), number)]
     if options.model:
         from bench.retriever.task import make_prompt
 
@@ -165,9 +172,9 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def measure(llm: Any, options: argparse.Namespace, tokens: int, chunk: int | None) -> dict[str, Any]:
-    """One length: the first request by itself, then the median of those after it."""
-    asked, counters, before = prompts(options, tokens, 1), counted(llm, options), graphs()
+def measure(llm: Any, options: argparse.Namespace, prompt: list[int], chunk: int | None) -> dict[str, Any]:
+    """One prompt: its first request by itself, then the median of those after it."""
+    asked, counters, before = [prompt], counted(llm, options), graphs()
     if chunk:
         # rows of a step at most, which vLLM reads in every step
         llm.llm_engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = chunk
@@ -177,7 +184,7 @@ def measure(llm: Any, options: argparse.Namespace, tokens: int, chunk: int | Non
     first, _ = generate(llm, asked, 1)
     compiled = graphs() - before
     times = [generate(llm, asked, 1)[0] for _ in range(1 if chunk else options.prefills)]
-    row = {"prompt_tokens": tokens, "chunk": chunk, "seconds": statistics.median(times), "first_seconds": first}
+    row = {"prompt_tokens": len(prompt), "chunk": chunk, "seconds": statistics.median(times), "first_seconds": first}
     row["compiled_by_first"] = compiled if options.tensor_parallel == 1 else None
     if counters is not None:
         row |= {"sparse_tokens": counters.sparse_tokens, "dense_tokens": counters.dense_tokens, "density": counters.density}
@@ -210,13 +217,14 @@ def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All rows, as the command line selects them."""
     longest = max(options.prompt_tokens)
     for tokens in options.prompt_tokens:
-        yield measure(llm, options, tokens, None)
+        for number, prompt in enumerate(prompts(options, tokens, options.prompts)):
+            yield {**measure(llm, options, prompt, None), "prompt": number}
         if options.at_once:
             yield throughput(llm, options, tokens)
     if options.profile and options.device == "cuda" and options.tensor_parallel == 1:
         yield profile(llm, options, longest)
     for chunk in options.chunks:
-        yield measure(llm, options, longest, chunk)
+        yield measure(llm, options, prompts(options, longest, 1)[0], chunk)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -227,7 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started = time.perf_counter() - start
     import vllm
 
-    common = {"model": options.model or options.shape, "layers": options.layers, "run": options.run, "method": described(options)}
+    model = options.shape or Path(options.model).name
+    common = {"model": model, "layers": options.layers, "run": options.run, "method": described(options)}
     common |= {"gpus": options.tensor_parallel, "dtype": options.dtype, "device": device_name(), "start_seconds": started}
     common |= {"vllm": vllm.__version__, "torch": torch.__version__}
     for row in rows(llm, options):

@@ -25,7 +25,7 @@ from bench.prompts.models import SHAPES
 from bench.rows import Sheet
 from bench.serving import first_token
 from bench.speed.clock import device_name
-from flexmask.block_masks.hybrid import NEAREST
+from flexmask.block_masks.hybrid import RULE
 
 # of hybrid at gamma 0.9 on SmolLM2 (bench/FIDELITY.md), by tokens; shorter and longer prompts take the nearest length's
 OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
@@ -124,7 +124,7 @@ def settings_of(attention: str, tokens: int) -> dict[str, Any]:
 
 def _kept(nearest: int, number: int) -> int:
     """Blocks that hybrid keeps of so many query blocks where attention is even: the nearest ones and the first."""
-    return sum(min(seen, nearest + 1) for seen in range(1, number)) + min(number, NEAREST * nearest + 1)
+    return sum(min(seen, nearest + 1) for seen in range(1, number)) + min(number, RULE.nearest * nearest + 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

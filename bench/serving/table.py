@@ -171,7 +171,7 @@ def agreement(rows: Sequence[Row], engine: str) -> list[str]:
 def engine_rows(folder: Path) -> list[Row]:
     """Rows of `bench.serving.first_token`, the last of each key."""
     measured = [row for path in sorted(folder.glob("serving-*.jsonl")) for row in read_rows(path)]
-    names = (*_ENGINE, "method", "prompt_tokens", "chunk", "at_once")
+    names = (*_ENGINE, "method", "prompt_tokens", "prompt", "chunk", "at_once")
     return list({(*(row.get(name) for name in names), "kernels_ms" in row): row for row in measured}.values())
 
 

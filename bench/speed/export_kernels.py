@@ -121,7 +121,7 @@ def by_flex(tensors: Tensors, mask: BlockMask, backend: str) -> clock.Call:
     parts = parts_of(mask)
     assert parts is not None
     # as attention calls do: the lists alone say what is kept
-    made = block_mask(inputs, parts[0].with_fields(keep=None))
+    made = block_mask(inputs, parts.selection.with_fields(keep=None))
     return lambda: run_flex_attention(inputs, made, backend)[0]
 
 

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines, Number, is_off
-from flexmask.base.checks import check_max_budget, check_share, check_word
+from flexmask.base.blocks import Number, is_off
+from flexmask.base.checks import check_max_budget
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
-from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, method
 
-# what steps hand on, under these names in `plain` and in `kernels`
-Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
-Blocks = TypeVar("Blocks", covariant=True)
-
-
-class FlexPrefillSteps(Protocol[Mass, Blocks]):
-    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
-
-    def pattern_and_lines(
-        self, problem: BlockProblem, pattern: Mass, index: Mass, means: Tensor, shares: Shares, budget: Budget, /
-    ) -> tuple[Tensor, Tensor, Lines]: ...
-    def query_aware_blocks(
-        self, problem: BlockProblem, key_means: Tensor, active: Tensor, gamma: Tensor, rule: str, most: int | None, /
-    ) -> Blocks: ...
-
-
-_PLAIN: FlexPrefillSteps[plain.RepresentativeMass, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
 
-    _KERNELS: FlexPrefillSteps[kernels.RepresentativeMass, kernels.Blocks] = kernels
-
-QUERY_AWARE_RULES = ("flatten", "per_query")
 QUERY_SUBSETS = ("last", "middle")
-
-
-def _check(*, tau: Any, min_budget: int, max_budget: int | None, **words: Any) -> None:
-    check_share("tau", tau, zero=True)
-    check_max_budget(max_budget, min_budget)
-    check_word("query_aware", words["query_aware"], QUERY_AWARE_RULES)
-    check_word("pattern_queries", words["pattern_queries"], QUERY_SUBSETS)
-    check_word("index_queries", words["index_queries"], QUERY_SUBSETS)
 
 
 def _head_bytes(
@@ -65,7 +36,9 @@ def _head_bytes(
 @method(
     has_kernels=True,
     counts={"min_budget": (0, "tokens")},
-    check=_check,
+    ranges={"tau": "[0, 1]"},
+    words={"query_aware": ("flatten", "per_query"), "pattern_queries": QUERY_SUBSETS, "index_queries": QUERY_SUBSETS},
+    check=check_max_budget,
     keeps_all=lambda gamma, max_budget, **_: gamma == 1 and max_budget is None,
     head_bytes=_head_bytes,
 )
@@ -152,7 +125,7 @@ def flexprefill_mask(
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
     largest: Number = tau if is_off(tau) else problem.as_tensor(tau)
-    steps: FlexPrefillSteps[Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
+    steps: Any = kernels if problem.by_kernels else plain  # the method's own
     size = problem.block_size
     floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
 
@@ -177,8 +150,8 @@ def flexprefill_mask(
         {
             "is_query_aware": lambda _: is_query_aware,
             "js_distance": lambda _: distance,
-            "num_vertical_blocks": lambda _: lines.kept[0].sum(-1),
-            "num_slash_blocks": lambda _: lines.kept[1].sum(-1),
+            "num_vertical_blocks": lambda _: lines[0].sum(-1),
+            "num_slash_blocks": lambda _: lines[1].sum(-1),
             "coverage": lambda keep: shared.coverage(problem, index, keep),
         },
     )

@@ -7,14 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
-from flexmask.kernels import Blocks as Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
-from flexmask.kernels.vertical_slash import line_mass
+from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
 from flexmask.kernels.visibility import kv_edges_of
 
 
@@ -65,7 +63,7 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, representative: T
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
-        query, key_means, representative, problem.packed_edges.kv_edges, estimate, *query.stride(), num_heads, blocks,
+        query, key_means, representative, problem.edges.kv_edges, estimate, *query.stride(), num_heads, blocks,
         inputs.max_distance,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         ROWS=min(64, block_size & -block_size), PER_KEY=num_heads // num_kv_heads, TILE=32,
@@ -149,9 +147,9 @@ def _pattern_kernel(
 
 def pattern_and_lines(
     problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
-) -> tuple[Tensor, Tensor, Lines]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
-    (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.packed_edges, problem.inputs
+    (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
     block_size, representative = problem.block_size, pattern.rows
     lines = line_mass(index, edges)
     # the first half: V
@@ -169,4 +167,4 @@ def pattern_and_lines(
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,
     )  # fmt: skip
-    return is_query_aware, distance, Lines(kept)
+    return is_query_aware, distance, kept

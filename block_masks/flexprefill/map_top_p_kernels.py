@@ -213,7 +213,7 @@ def large_map_top_p(
 ) -> None:
     """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, q_edges, block_size = batch * num_heads, problem.packed_edges.q_edges, problem.block_size
+    heads, q_edges, block_size = batch * num_heads, problem.edges.q_edges, problem.block_size
     sizes = (num_heads, num_q_blocks, num_kv_blocks)
     passes, digits = BITS // digit_bits, 1 << digit_bits
     sums = gamma  # not read by the first pass
@@ -238,7 +238,7 @@ def large_map_top_p(
 def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor) -> Tensor:
     """Each active head's heaviest blocks of `pooled_map` up to gamma of the sum; of equal ones the first. int8, as written."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, q_edges = batch * num_heads, problem.packed_edges.q_edges
+    heads, q_edges = batch * num_heads, problem.edges.q_edges
     sizes = (num_heads, num_q_blocks, num_kv_blocks)
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     if num_q_blocks * num_kv_blocks <= SMALL_MAP:
@@ -268,7 +268,7 @@ def _rows_kernel(
 def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Tensor, max_blocks: int | None) -> Tensor:
     """`top_p_map` of each row, up to `share`, (num_heads,), of its sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.packed_edges.q_edges
+    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.edges.q_edges
     _rows_kernel[(num_q_blocks, batch * num_heads)](
         values, active, q_edges, share, chosen, num_heads, num_q_blocks, num_kv_blocks,
         num_kv_blocks + 1 if max_blocks is None else max_blocks,

@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines, Number
+from flexmask.base.blocks import BlockProblem, Number
 from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines
-from flexmask.plain import Blocks as Blocks
-from flexmask.plain import LineMass, RepresentativeRows, pooled_map, pooled_scores, take_rows
-from flexmask.plain import RepresentativeMass as RepresentativeMass
+from flexmask.plain import Blocks, LineMass, RepresentativeMass, RepresentativeRows, pooled_map, pooled_scores, take_rows
 
 # gamma, (num_heads,), and tau, 0-d or the number 0
 Shares = tuple[Tensor, Number]
@@ -42,7 +40,7 @@ def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 def pattern_and_lines(
     problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
-) -> tuple[Tensor, Tensor, Lines]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Steps 2 and 3a: whether each head is query-aware by `pattern`, its distance, and its lines of `index` (the floor if so)."""
     gamma, tau = shares
     estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
@@ -52,7 +50,7 @@ def pattern_and_lines(
     return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, budget)
 
 
-def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, budget: Budget) -> Lines:
+def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, budget: Budget) -> Tensor:
     """Key blocks and block diagonals to keep: top-p of each family, at most the cap, then at least the floor."""
     floor, cap = budget
     lines, candidates = torch.stack([mass.vertical, mass.slash]), candidates.unsqueeze(2)
@@ -61,7 +59,7 @@ def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma
     if cap is not None:
         count = count.clamp(max=cap)
     count = torch.where(is_query_aware, least, torch.maximum(count, least))
-    return Lines(ranks(lines, candidates) < count.unsqueeze(-1))
+    return ranks(lines, candidates) < count.unsqueeze(-1)
 
 
 def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:

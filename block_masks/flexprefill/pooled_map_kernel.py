@@ -106,7 +106,7 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
 
     Unwritten in inactive heads, and in each row past the key block of the query block's last row.
     """
-    inputs, edges, means = problem.inputs, problem.packed_edges, query_means(problem, active)
+    inputs, edges, means = problem.inputs, problem.edges, query_means(problem, active)
     batch, num_heads, num_q_blocks, head_dim = means.shape
     num_kv_heads, num_kv_blocks = key_means.shape[1], key_means.shape[2]
     values = means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))

@@ -2,75 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Lines, Number
-from flexmask.base.checks import check_int, check_share
+from flexmask.base.checks import check_int
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import ThresholdRule, Thresholds
+from flexmask.block_masks.hybrid.plain import Rule
 from flexmask.method import BlockProblem, ByHead, method
 
-# what steps hand on, under these names in `plain` and in `kernels`
-Mass = TypeVar("Mass", contravariant=True)  # `RepresentativeMass`
-Evidence = TypeVar("Evidence")  # `RowEvidence`, in `kernels` `SplitMeans`
-Blocks = TypeVar("Blocks", covariant=True)
-
-
-class HybridSteps(Protocol[Mass, Evidence, Blocks]):
-    """The method's own steps, in PyTorch (`plain`) or as kernels (`kernels`)."""
-
-    def thresholds(self, problem: BlockProblem, gamma: Any, rule: ThresholdRule, /) -> Thresholds: ...
-    def last_rows_lines(self, problem: BlockProblem, last: Mass, thresholds: Tensor, near: int, /) -> Lines: ...
-    def row_evidence(self, problem: BlockProblem, row_stride: int, /) -> Evidence: ...
-    def row_blocks(
-        self, problem: BlockProblem, evidence: Evidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0, /
-    ) -> Blocks: ...
-    def row_coverage(self, problem: BlockProblem, evidence: Evidence, keep: Tensor, /) -> tuple[Tensor, Tensor]: ...
-
-
-_PLAIN: HybridSteps[plain.RepresentativeMass, plain.RowEvidence, plain.Blocks] = plain
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
-    _KERNELS: HybridSteps[kernels.RepresentativeMass, kernels.SplitMeans, kernels.Blocks] = kernels
-
-# docs/design.md, "Why these constants", has how they were chosen.
-# prompt tokens at which the thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
-LENGTH = 16384
-# above this gamma they fall faster with the length: (1 - gamma)/(1 - GAMMA) is raised to 1 + LONGER per doubling of LENGTH, the
-# latter at most MOST_LONGER
-GAMMA = 0.9
-LONGER = 1 / 2
-MOST_LONGER = 1
-# share of one representative row's attention that keeps a key block
-KEY_BLOCK = 0.5
-# share of their mean attention, outside those key blocks, that keeps a block diagonal
-DIAGONAL = 0.2
-# root mean square share of a query block's attention to key means that keeps a key block
-ROWS = 0.2
-# the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to LENGTH, and nears this beyond
-EARLIER_ROWS = 0.6
-# share of LENGTH, n1 blocks: where (n1/n)^3 (1 - GAMMA)/g > 1, g below, the threshold is multiplied by its pth power too
-FIRST_ROWS = 1 / 2
-# share of its threshold below which a query block takes no line
-LINES = 1 / 16
-# query blocks with representative rows keep this many times the nearest blocks
-NEAREST = 8
+RULE = Rule()
 # from which a gamma per head is tuned: 1 computes nothing
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
-def _check(*, block_size: int, row_stride: int, min_coverage: float, **_: Any) -> None:
+def _check(*, block_size: int, row_stride: int, **_: Any) -> None:
     check_int("row_stride", row_stride)
     if not block_size // 32 <= row_stride or row_stride < 1 or block_size % row_stride != 0:
         raise ValueError(f"row_stride must be a divisor of block_size ({block_size}) and at least a 32nd of it; got {row_stride}")
-    check_share("min_coverage", min_coverage, zero=True)
 
 
 def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
@@ -84,6 +40,7 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
 @method(
     has_kernels=True,
     counts={"min_budget": (0, "tokens")},
+    ranges={"min_coverage": "[0, 1]"},
     check=_check,
     keeps_all=lambda gamma, **_: gamma == 1,
     head_bytes=_head_bytes,
@@ -142,21 +99,18 @@ def hybrid_mask(
     (1, 4, 512, 512)
     """
     shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
-    steps: HybridSteps[Any, Any, Any] = _KERNELS if problem.by_kernels else _PLAIN
-    rule = ThresholdRule(
-        LENGTH / problem.block_size, GAMMA, LONGER, MOST_LONGER, KEY_BLOCK, DIAGONAL, ROWS, EARLIER_ROWS, FIRST_ROWS
-    )
-    least = steps.thresholds(problem, gamma, rule)
+    steps: Any = kernels if problem.by_kernels else plain  # the method's own
+    least = steps.thresholds(problem, gamma, RULE)
 
     # the last rows: true attention, and the lines kept of it
     last = shared.representative_mass(problem, "last")
-    lines = steps.last_rows_lines(problem, last, least.lines, NEAREST * nearest)
+    lines = steps.last_rows_lines(problem, last, least.lines, RULE.nearest * nearest)
 
     # all rows: attention to key means, and the blocks kept of it
     evidence = steps.row_evidence(problem, row_stride)
-    blocks = steps.row_blocks(problem, evidence, least.rows, LINES, min_coverage)
+    blocks = steps.row_blocks(problem, evidence, least.rows, RULE.lines, min_coverage)
 
-    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, NEAREST * nearest))
+    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, RULE.nearest * nearest))
     covered: list[Tensor] = []
 
     def row_coverage(keep: Tensor, which: int) -> Tensor:
@@ -168,8 +122,8 @@ def hybrid_mask(
         lists,
         keep,
         {
-            "num_vertical_blocks": lambda _: lines.kept[0].sum(-1),
-            "num_slash_blocks": lambda _: lines.kept[1].sum(-1),
+            "num_vertical_blocks": lambda _: lines[0].sum(-1),
+            "num_slash_blocks": lambda _: lines[1].sum(-1),
             "coverage": lambda keep: shared.coverage(problem, last, keep),
             "row_coverage": lambda keep: row_coverage(keep, 0),
             "least_row_coverage": lambda keep: row_coverage(keep, 1),

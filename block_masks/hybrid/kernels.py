@@ -9,17 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
-from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, ThresholdRule, Thresholds
-from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans as SplitMeans
+from flexmask.base.blocks import BlockProblem, Number, is_off
+from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, Rule, Thresholds
+from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans, squares_of_shares
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
-from flexmask.block_masks.hybrid.row_evidence_kernel import squares_of_shares
-from flexmask.kernels import MOST_BLOCKS
-from flexmask.kernels import Blocks as Blocks
+from flexmask.kernels import MOST_BLOCKS, Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
-from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
+from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, RepresentativeMass, diagonal_sums, key_block_shares, load_rows
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 _Q_BLOCKS = 128
@@ -83,17 +80,18 @@ def _thresholds_kernel(
         tl.store(p_lines + tl.num_programs(2) * num_heads, tl.full([], DIAGONAL, tl.float64) * share)
 
 
-def thresholds(problem: BlockProblem, gamma: Number, rule: ThresholdRule) -> Thresholds:
+def thresholds(problem: BlockProblem, gamma: Number, rule: Rule) -> Thresholds:
     """As `flexmask.block_masks.hybrid.plain.thresholds`; a number holds for all heads."""
-    q_edges, num_heads, by_head = problem.packed_edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
+    q_edges, num_heads, by_head = problem.edges.q_edges, problem.inputs.query.shape[1], isinstance(gamma, Tensor)
     batch, _, num_q_blocks = q_edges.shape
     lines, rows = (
         q_edges.new_empty(shape, dtype=torch.float64) for shape in ((2, batch, num_heads), (batch, num_heads, num_q_blocks))
     )
     _thresholds_kernel[(cdiv(num_q_blocks, _Q_BLOCKS), num_heads, batch)](
         gamma if by_head else q_edges, 0 if by_head else struct.unpack("q", struct.pack("d", gamma))[0],
-        q_edges, lines, rows, num_heads, num_q_blocks, *rule, BY_HEAD=by_head,
-        TILE=_Q_BLOCKS, num_warps=2,
+        q_edges, lines, rows, num_heads, num_q_blocks,
+        rule.length / problem.block_size, rule.gamma, rule.longer, rule.most_longer, rule.key_block, rule.diagonal, rule.rows,
+        rule.earlier_rows, rule.first_rows, BY_HEAD=by_head, TILE=_Q_BLOCKS, num_warps=2,
     )  # fmt: skip
     return Thresholds(lines, rows)
 
@@ -135,17 +133,17 @@ def _line_kernel(
     tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
 
 
-def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
     batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
     kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms, last.rows, problem.packed_edges.kv_edges, thresholds, kept,
+            last.sums.blocks, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
             num_heads, blocks, min(near, MOST_BLOCKS),
             OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
-    return Lines(kept)
+    return kept
 
 
 @kernel
@@ -233,14 +231,14 @@ def _row_blocks_kernel(
                 tl.store(p_codes + o_kv, b_takes_lines + 2 * m_stays.to(tl.int8), mask=o_kv < end)
 
 
-def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_lines: float, min_coverage: Number = 0) -> Blocks:
+def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_lines: float, min_coverage: Number) -> Blocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
     squares, number = squares_of_shares(problem, split)
     codes = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, problem.packed_edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
+        squares, number, problem.edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
         num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage), of_lines,
         BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=not is_off(min_coverage), FLOOR_IS_READ=is_read,
         HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,

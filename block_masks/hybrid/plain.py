@@ -8,12 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines, Number, is_off
+from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.plain import Blocks as Blocks
-from flexmask.plain import RepresentativeMass as RepresentativeMass
-from flexmask.plain import RowMass, line_mass, pooled_scores, row_mass
+from flexmask.plain import Blocks, RepresentativeMass, RowMass, line_mass, pooled_scores, row_mass
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6
@@ -21,18 +19,30 @@ HALVINGS = 6
 SLACK = 1 / 64
 
 
-class ThresholdRule(NamedTuple):
-    """Constants of the method, under their names in its definition; `reference` is LENGTH in blocks."""
+class Rule(NamedTuple):
+    """The constants of the method, in capitals in docs/design.md, "Why these constants", which has how they were chosen."""
 
-    reference: float
-    gamma: float
-    longer: float
-    most_longer: float
-    key_block: float
-    diagonal: float
-    rows: float
-    earlier_rows: float
-    first_rows: float
+    # prompt tokens at which thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
+    length: int = 16384
+    # above this gamma they fall faster with the length: (1 - its gamma)/(1 - this) is raised to 1 + longer per doubling of the
+    # length, the latter at most most_longer
+    gamma: float = 0.9
+    longer: float = 1 / 2
+    most_longer: float = 1
+    # share of one representative row's attention that keeps a key block
+    key_block: float = 0.5
+    # share of their mean attention, outside those key blocks, that keeps a block diagonal
+    diagonal: float = 0.2
+    # root mean square share of a query block's attention to key means that keeps a key block
+    rows: float = 0.2
+    # the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to length, nears this beyond
+    earlier_rows: float = 0.6
+    # share of length, n1 blocks: where (n1/n)^3 (1 - gamma)/g > 1, g below, the threshold is multiplied by its pth power too
+    first_rows: float = 1 / 2
+    # share of its threshold below which a query block takes no line
+    lines: float = 1 / 16
+    # query blocks with representative rows keep this many times the nearest blocks
+    nearest: int = 8
 
 
 class Thresholds(NamedTuple):
@@ -42,22 +52,23 @@ class Thresholds(NamedTuple):
     rows: Tensor  # (batch or 1, num_heads, num_q_blocks)
 
 
-def thresholds(problem: BlockProblem, gamma: Tensor, rule: ThresholdRule) -> Thresholds:
+def thresholds(problem: BlockProblem, gamma: Tensor, rule: Rule) -> Thresholds:
     """Thresholds per query block, from the number n of key blocks it sees and the largest of its batch row, N."""
     seen, most = (number.to(gamma.dtype) for number in problem.blocks_seen())
-    longer = (rule.longer * (most / rule.reference).clamp(min=1).log2()).clamp(max=rule.most_longer)
+    reference = rule.length / problem.block_size
+    longer = (rule.longer * (most / reference).clamp(min=1).log2()).clamp(max=rule.most_longer)
     g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - rule.gamma)).clamp(max=1) ** longer
-    shares = g * (rule.reference / most.clamp(min=1)).clamp(max=2)
-    power = rule.earlier_rows * (1 - rule.reference / most).clamp(min=0)
+    shares = g * (reference / most.clamp(min=1)).clamp(max=2)
+    power = rule.earlier_rows * (1 - reference / most).clamp(min=0)
     seen = seen.clamp(min=1).unsqueeze(1)
     of_gamma = (1 - rule.gamma) / g.clamp(min=1e-12).unsqueeze(-1)
-    first = ((rule.first_rows * rule.reference / seen) ** 3 * of_gamma).clamp(min=1)
+    first = ((rule.first_rows * reference / seen) ** 3 * of_gamma).clamp(min=1)
     earlier = (most.unsqueeze(1) / seen * first) ** power.unsqueeze(1)
     lines = torch.stack([rule.key_block * shares, rule.diagonal * shares])
     return Thresholds(lines, rule.rows * shares.unsqueeze(-1) * earlier)
 
 
-def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Lines:
+def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
     """Key blocks to which a row gives at least its threshold, and block diagonals to which the rows do on average.
 
     The latter without attention to kept key blocks beyond a row's `near` nearest. NaN reaches all `thresholds`.
@@ -73,7 +84,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
     rest = (torch.where(left_out, 0.0, sums) for sums in row_mass(last.attention, rows, problem.block_size))
     left = line_mass(RowMass(*rest), rows, problem.block_size).slash
     slash = ~(left < of_diagonal.float().unsqueeze(-1)) & in_slash
-    return Lines(torch.stack([vertical, slash]))
+    return torch.stack([vertical, slash])
 
 
 class RowEvidence(NamedTuple):
@@ -105,9 +116,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(
-    problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number = 0
-) -> Blocks:
+def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number) -> Blocks:
     """The key blocks whose evidence reaches `thresholds`, with `more_blocks`, and `of_lines` times that; NaN reaches both."""
     share, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
     chosen, lines = ~(share < thresholds.float()), ~(share < (of_lines * thresholds).float())

@@ -184,7 +184,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> SplitMeans:
 def squares_of_shares(problem: BlockProblem, split: SplitMeans) -> tuple[Tensor, Tensor]:
     """Sums of the sampled rows' squared attention, a map in float32 written where they may see, and their number, int32."""
     batch, num_heads, _, _ = problem.inputs.query.shape
-    number = split.means.new_empty((batch, num_heads, problem.packed_edges.q_edges.shape[2]), dtype=torch.int32)
+    number = split.means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
     squares = split.means.new_empty((*number.shape, split.means.shape[2]), dtype=torch.float32)
     _launch(problem, split, squares=squares, number=number)
     return squares, number
@@ -198,7 +198,7 @@ def row_coverage(problem: BlockProblem, split: SplitMeans, keep: Tensor) -> tupl
 
 
 def _launch(problem: BlockProblem, split: SplitMeans, **tensors: Tensor) -> None:
-    inputs, edges, means, block_size = problem.inputs, problem.packed_edges, split.means, problem.block_size
+    inputs, edges, means, block_size = problem.inputs, problem.edges, split.means, problem.block_size
     query, mask, softcap = inputs.query, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.inputs import SparseInputs
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists
-from flexmask.base.visibility import (
-    BlockVisibility,
-    Tokens,
-    block_visibility,
-    last_valid_keys,
-    num_blocks,
-    token_validity,
-    valid_keys,
-)
-
-if TYPE_CHECKING:
-    from flexmask.kernels.visibility import PackedEdges
-
+from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, last_valid_keys, num_blocks, valid_keys
 
 # a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
 Number = float | Tensor
@@ -34,33 +22,18 @@ def is_off(option: Number) -> bool:
     return not isinstance(option, Tensor) and option == 0
 
 
-class Lines(NamedTuple):
-    """The lines that each head keeps."""
+class Steps(Protocol):
+    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`, with types of their own where Any stands.
 
-    kept: Tensor  # (2, batch, num_heads, num_kv_blocks) bool or int8: key blocks, then block diagonals
+    Kept lines are (2, batch, num_heads, num_kv_blocks), bool in plain steps and int8 in kernels: key blocks, then diagonals.
+    """
 
-
-# what steps hand on, and only steps of the same kind read: types of `flexmask.plain` or of `flexmask.kernels`
-Mass = TypeVar("Mass")  # `RepresentativeMass`: attention of the representative rows
-Blocks = TypeVar("Blocks", contravariant=True)  # `Blocks`: those that rows choose
-
-
-class Steps(Protocol[Mass, Blocks]):
-    """The steps that methods share: the module `flexmask.plain` or `flexmask.kernels`. Kernels make a map only `with_map`."""
-
-    def edges_of(self, inputs: SparseInputs, block_size: int, /) -> PackedEdges | None: ...
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
-    def representative_mass(self, problem: BlockProblem, which: str, /) -> Mass: ...
+    def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
     def kept_blocks(
-        self,
-        problem: BlockProblem,
-        lines: Lines,
-        blocks: Blocks | None,
-        last: Mass | None = None,
-        nearest: tuple[int, int] = (0, 0),
-        /,
+        self, problem: BlockProblem, lines: Tensor, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
     ) -> tuple[BlockLists, Tensor | None]: ...
-    def coverage(self, problem: BlockProblem, mass: Mass, keep: Tensor, /) -> Tensor: ...
+    def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -76,14 +49,14 @@ class BlockProblem:
     steps
         The shared steps, plain or kernels.
     with_map
-        True if the map of kept blocks is needed.
+        True if the map of kept blocks is needed, which plain steps always make.
     """
 
     inputs: SparseInputs
     block_size: int
-    steps: Steps[Any, Any]
+    steps: Steps
     with_map: bool = True
-    edges: PackedEdges | None = None  # the geometry as kernels read it; None for plain steps
+    edges: Any = None  # the geometry as kernels read it, `flexmask.kernels.visibility.Edges`; None for plain steps
     cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
 
     @property
@@ -91,15 +64,9 @@ class BlockProblem:
         return self.edges is not None
 
     @property
-    def packed_edges(self) -> PackedEdges:
-        """`edges`, for kernels."""
-        assert self.edges is not None
-        return self.edges
-
-    @property
     def tokens(self) -> Tokens:
         """Positions of the rows, and valid rows and keys."""
-        return _tokens(self.inputs) if self.cut is None else self.cut[0]
+        return self.inputs.tokens() if self.cut is None else self.cut[0]
 
     @property
     def seen(self) -> BlockVisibility:
@@ -143,8 +110,7 @@ class BlockProblem:
 
     def key_means(self) -> Tensor:
         """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32; 0 without any."""
-        means: Tensor = self.steps.key_means(self)
-        return means
+        return self.steps.key_means(self)
 
     def query_means(self, blocks: int = 1) -> Tensor:
         """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
@@ -187,22 +153,7 @@ class BlockProblem:
         return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
 
 
-def cut_into_blocks(
-    inputs: SparseInputs, block_size: int, steps: Steps[Any, Any], with_map: bool = True, end: Tensor | None = None
-) -> BlockProblem:
-    """Cut a call into blocks; for a slice of rows, `end` is the position after the whole's last row, (batch,)."""
-    edges = steps.edges_of(inputs, block_size)
-    if edges is not None:
-        return BlockProblem(inputs, block_size, steps, with_map, edges)
-    tokens = _tokens(inputs)
-    if end is not None:
-        # keys up to it are filled
-        key_valid = torch.arange(inputs.key.shape[2], device=end.device) < end.unsqueeze(-1)
-        if inputs.attention_mask is not None:
-            key_valid = key_valid & inputs.attention_mask
-        tokens = Tokens(tokens.offset, tokens.position, key_valid, tokens.row_valid, tokens.padded, tokens.filled)
-    return BlockProblem(inputs, block_size, steps, with_map, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
-
-
-def _tokens(inputs: AttentionInputs) -> Tokens:
-    return token_validity(inputs.query.shape[2], inputs.key.shape[2], inputs.offset, inputs.attention_mask, inputs.key)
+def cut_into_blocks(inputs: SparseInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
+    """Cut a call into blocks, for plain steps; of a slice of rows, `end` is the position after the whole's last row, (batch,)."""
+    tokens = inputs.tokens(end)
+    return BlockProblem(inputs, block_size, steps, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))

@@ -43,8 +43,9 @@ def check_real(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number that a float can hold; got one of {len(str(abs(value)))} digits")
 
 
-def check_int64(name: str, value: int, unit: str) -> None:
-    """ValueError if `value` exceeds int64, which tensors cannot be compared with."""
+def check_int64(name: str, value: Any, unit: str) -> None:
+    """TypeError unless `value` is an integer, ValueError if it exceeds int64, which tensors cannot be compared with."""
+    check_int(name, value)
     if value >= 2**63:
         raise ValueError(f"{name} must be < 2**63 {unit}; got {value}")
 
@@ -133,7 +134,6 @@ def check_inputs(
             if number <= 0:
                 raise ValueError(f"{name} must be > 0; got {number}")
     if window is not None:
-        check_int("window", window)
         check_int64("window", window, "tokens")
         if window < 1:
             raise ValueError(f"window must be >= 1 token (the row's own position counts); got {window}")
@@ -226,17 +226,16 @@ def check_block_size(block_size: Any) -> None:
 
 
 def check_count(name: str, value: Any, least: int, unit: str) -> None:
-    check_int(name, value)
     check_int64(name, value, unit)
     if value < least:
         raise ValueError(f"{name} must be >= {least} {unit}; got {value}")
 
 
-def check_share(name: str, value: Any, zero: bool = False) -> None:
-    """Raise unless `value` is in (0, 1], or in [0, 1] where `zero` is allowed."""
+def check_share(name: str, value: Any, interval: str = "(0, 1]") -> None:
+    """Raise unless `value` is in the interval, ``"(0, 1]"`` or ``"[0, 1]"``."""
     check_real(name, value)
-    if not (0 <= value <= 1 if zero else 0 < value <= 1):
-        raise ValueError(f"{name} must be in {'[' if zero else '('}0, 1]; got {value}")
+    if not (0 <= value <= 1 if interval == "[0, 1]" else 0 < value <= 1):
+        raise ValueError(f"{name} must be in {interval}; got {value}")
 
 
 def check_shares(name: str, value: Any) -> None:
@@ -250,10 +249,9 @@ def check_shares(name: str, value: Any) -> None:
         check_share(name, value)
 
 
-def check_max_budget(max_budget: Any, min_budget: int) -> None:
+def check_max_budget(*, max_budget: Any, min_budget: int, **_: Any) -> None:
     """Raise unless the cap is None or at least one token and the floor."""
     if max_budget is not None:
-        check_int("max_budget", max_budget)
         check_int64("max_budget", max_budget, "tokens")
         if max_budget < max(1, min_budget):
             raise ValueError(f"max_budget must be at least 1 token and at least min_budget ({min_budget}); got {max_budget}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask._torch import is_traced
 from flexmask.base.checks import DTYPES, check_inputs, plain_number
-from flexmask.base.visibility import num_blocks
+from flexmask.base.visibility import Tokens, num_blocks, token_validity
 
 # found at import, as dynamo cannot trace the question
 _DEVICES = frozenset(
@@ -54,6 +54,10 @@ class AttentionInputs(NamedTuple):
         """Tokens between a row and a key that no visible pair reaches: the window, at most kv_len."""
         kv_len = self.key.shape[2]
         return kv_len if self.window is None else min(self.window, kv_len)
+
+    def tokens(self, end: Tensor | None = None) -> Tokens:
+        """Positions of its rows, and valid rows and keys; of a slice of rows, `end` is the position after the whole's last."""
+        return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key, end)
 
     def of_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
         sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)

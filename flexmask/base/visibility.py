@@ -39,14 +39,19 @@ def num_blocks(length: int, block_size: int) -> int:
     return (length + block_size - 1) // block_size
 
 
-def token_validity(q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor) -> Tokens:
-    """Positions and validity of every token; `offset` (None: bottom-right alignment) is clamped to [0, kv_len - q_len]."""
+def token_validity(
+    q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor, end: Tensor | None = None
+) -> Tokens:
+    """Positions and validity of every token; `offset` (None: bottom-right alignment) is clamped to [0, kv_len - q_len].
+
+    Keys are filled up to the last row's position, or before `end`, (batch,).
+    """
     filled = offset is None and attention_mask is None
     if offset is None:
         offset = torch.full((1,), kv_len - q_len, dtype=torch.int64, device=key.device)
     else:
         offset = offset.to(torch.int64).clamp(0, kv_len - q_len).reshape(-1)
-    key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len).unsqueeze(-1)
+    key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len if end is None else end).unsqueeze(-1)
     position = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     if attention_mask is None:
         return Tokens(offset, position, key_valid, torch.ones_like(position, dtype=torch.bool), padded=False, filled=filled)

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,13 +140,12 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
 
 
 @torch.no_grad()
-def _answers(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
+def _answers(model: Any, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
     """Greedy new tokens after a prompt, dense and sparse."""
-    generate = cast(Any, model).generate
     asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new_tokens}
-    dense = generate(ids, **asked)
+    dense = model.generate(ids, **asked)
     with sparse_prefill(model, settings=settings, collect_stats=False):
-        sparse = generate(ids, **asked)
+        sparse = model.generate(ids, **asked)
     return {name: tokens[0, ids.shape[1] :].tolist() for name, tokens in (("dense", dense), ("sparse", sparse))}
 
 
@@ -167,7 +166,9 @@ class _Timed:
         else:
             shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
             first = shape not in self._kernels
-            kernel = self._kernels.setdefault(shape, gain_times.fastest_dense(inputs)) if first else self._kernels[shape]
+            if first:
+                self._kernels[shape] = gain_times.fastest_dense(inputs)
+            kernel = self._kernels[shape]
             self.times.kernels.add(kernel)
             select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
             calls: list[Callable[[], Any]] = [call.attention, gain_times.dense_calls(inputs)[kernel], select]

@@ -163,7 +163,7 @@ def random_times(
 def _random_blocks(inputs: SparseInputs, block_size: int, density: float) -> tuple[Selection, float]:
     """Random blocks with the diagonal, and their density."""
     generator = torch.Generator(device=inputs.query.device).manual_seed(1)
-    blocks = cut_into_blocks(inputs, block_size, plain, False)
+    blocks = cut_into_blocks(inputs, block_size, plain)
     visible, diagonal = int(blocks.visible.sum()), float(blocks.own.sum() / blocks.visible.sum())
     # the diagonal is always kept
     share = max(0.0, (density - diagonal) / max(1 - diagonal, 1e-9))
@@ -202,7 +202,7 @@ def dense_calls(inputs: SparseInputs) -> dict[str, Callable[[], Any]]:
 
     calls = {name: partial(by_sdpa, backend) for name, backend in _SDPA.items()} if has_causal_kernel(inputs) else {}
     backend = chosen_backend("auto", inputs, 128)
-    everything = from_map(cut_into_blocks(inputs, 128, plain, False), None).lists
+    everything = from_map(cut_into_blocks(inputs, 128, plain), None).lists
     mask = block_mask(inputs, Selection(everything, None, {}, 128))
     flex = partial(run_flex_attention, inputs, mask, backend.name, False, backend.lse_factor)
     return {**calls, f"FlexAttention {backend.name}": flex}

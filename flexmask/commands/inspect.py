@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -36,8 +36,8 @@ def inspect(
     except ImportError as error:
         raise needs("matplotlib", "plot") from error
     chosen = common.prefill_settings()
-    shown = {"layers": _numbers(layers, "--layers"), "heads": _numbers(heads, "--heads")}
-    if shown["heads"] is not None and shown["layers"] is None:
+    layer_numbers, head_numbers = _numbers(layers, "--layers"), _numbers(heads, "--heads")
+    if head_numbers is not None and layer_numbers is None:
         usage_error("must come with --layers", "--heads")
     text = read_text(prompt)
     if out.exists() and not out.is_dir():
@@ -48,9 +48,8 @@ def inspect(
 
     from flexmask.integrations.inspect import inspect_prefill, write_report
 
-    options: dict[str, Any] = shown if chosen is None else {**shown, "settings": chosen}
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
-        inspection = inspect_prefill(loaded, ids, progress=advance, **options)
+        inspection = inspect_prefill(loaded, ids, None, chosen, layers=layer_numbers, heads=head_numbers, progress=advance)
     with output.progress("drawing"):
         page = write_report(inspection, out, model=name, prompt=tokenizer.decode(ids[0]))
     output.line(str(inspection.summary))

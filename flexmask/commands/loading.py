@@ -43,8 +43,7 @@ def load_model(
             loaded = auto.AutoModelForCausalLM.from_pretrained(model, torch_dtype=kind, local_files_only=local, **placed)
         except Exception as error:  # of whatever reads the files
             raise _not_a_model(model, error) from error
-        ready = (loaded if placed else loaded.to(chosen)).eval()
-    return ready, tokenizer
+        return (loaded if placed else loaded.to(chosen)).eval(), tokenizer
 
 
 def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:
@@ -79,8 +78,7 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
         return torch.float32 if device.startswith("cpu") else torch.bfloat16
     if dtype not in DTYPES:
         usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind
+    return getattr(torch, dtype)
 
 
 def read_text(path: str, option: str = "--prompt") -> str:
@@ -105,8 +103,7 @@ def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = F
             usage_error("the model's tokenizer has no chat template", "--chat")
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
     arguments = {} if most is None else {"truncation": True, "max_length": most}
-    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
-    return ids
+    return tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
 
 
 def _found(model: str, option: str) -> tuple[str, bool, Any]:
@@ -122,8 +119,9 @@ def _found(model: str, option: str) -> tuple[str, bool, Any]:
         in_a_folder = "/" in model and path.parent.is_dir()
         if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
             usage_error(f"no folder {model}", option)
-        _check_on_hub(model)
     try:
+        if not is_local:
+            _check_on_hub(model)
         import transformers
     except ImportError as error:
         raise needs("transformers", "hf") from error
@@ -135,10 +133,8 @@ def _found(model: str, option: str) -> tuple[str, bool, Any]:
 
 def _check_on_hub(model: str) -> None:
     """One request for a name that is not cached: transformers would try for half a minute."""
-    try:
-        from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    except ImportError as error:
-        raise needs("transformers", "hf") from error
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
     try:
         if not isinstance(try_to_load_from_cache(model, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)

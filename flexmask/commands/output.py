@@ -63,23 +63,18 @@ class Output:
     def progress(self, what: str) -> Iterator[Advance]:
         """A bar on stderr: a spinner, then a count by the yielded function. In a log lines, by tenths; silent with JSON."""
         if not self.as_json and not self._err.is_terminal:
-            yield _Lines(self, what)
+            self.remark(what)
+            tenths = 0
+
+            def advance(done: int, total: int) -> None:
+                nonlocal tenths
+                if 10 * done // max(total, 1) > tenths:
+                    tenths = 10 * done // max(total, 1)
+                    self.remark(f"{what}: {done} of {total}")
+
+            yield advance
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=self._err, transient=True, disable=self.as_json) as bar:
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-class _Lines:
-    """Progress in a log: a line at the start, and for each tenth that is done."""
-
-    def __init__(self, output: Output, what: str) -> None:
-        self._output, self._what, self._tenths = output, what, 0
-        output.remark(what)
-
-    def __call__(self, done: int, total: int) -> None:
-        tenths = 10 * done // max(total, 1)
-        if tenths > self._tenths:
-            self._tenths = tenths
-            self._output.remark(f"{self._what}: {done} of {total}")

@@ -49,7 +49,7 @@ def tune(
     options = common.given()
     texts = [read_text(path, "--text") for path in text]
     loaded, tokenizer = load_model(name, output, common.device, common.dtype)
-    from flexmask.integrations.huggingface import tune as run
+    from flexmask.integrations import huggingface
 
     prompts = [token_ids(tokenizer, content, tokens) for content in texts]
     measured = out.with_name(out.name + ".measured")
@@ -65,7 +65,7 @@ def tune(
             option_errors(*flags, otherwise="--option" if common.option else None, input_ids="--text"),
         ):
             how: dict[str, Any] = {"density": density, "error": error, "gradient": gradient, **options}
-            result = run(loaded, prompts, **how, resume=measured, progress=advance)
+            result = huggingface.tune(loaded, prompts, **how, resume=measured, progress=advance)
     except KeyboardInterrupt:
         output.remark(f"Measurements so far are in {measured}: the same command continues from there.")
         raise
@@ -101,8 +101,7 @@ def _show(output: Output, document: dict[str, Any]) -> None:
         gammas = sorted(head["gamma"] for head in heads)
         density, error = (sum(head[name] for head in heads) / len(heads) for name in ("density", "error"))
         by_layer.append([layer, gammas[0], gammas[len(gammas) // 2], gammas[-1], f"{density:.1%}", error])
-    columns = ["layer", "lowest gamma", "median", "highest", "density", "error"]
-    output.table(columns, by_layer, "The tuned heads, by layer")
+    output.table(["layer", "lowest gamma", "median", "highest", "density", "error"], by_layer, "The tuned heads, by layer")
     for layer, reason in document["dense_layers"].items():
         output.line(f"layer {layer} stays dense: {reason}")
     output.line("", f"To use it: flexmask.sparse_prefill(model, settings={document['out']!r}), or --settings {document['out']}")

@@ -1,8 +1,6 @@
-"""A mask as a map of kept blocks, as padded index lists, and as the numbers of its geometry."""
+"""A mask as a map of kept blocks, as padded index lists, and as the parts that flexmask made it of."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import KNOWS_LENGTHS
 from flexmask.base.checks import check_int
 from flexmask.base.selection import ascending_indices, kept_and_full
-from flexmask.flex.block_mask import parts_of
+from flexmask.flex.block_mask import MaskParts, parts_of
 
 _DTYPES = (torch.bool, torch.uint8, torch.int32)
 
@@ -99,15 +97,6 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     return torch.where(entry < counts.unsqueeze(-1), indices, fill), counts
 
 
-class Geometry(NamedTuple):
-    """Positions of a flexmask mask's rows, and the rules that hide pairs in addition to causality."""
-
-    lengths: tuple[int, int]
-    block_size: int
-    offset: Tensor | None  # (batch,) int32: position of row 0; None: 0
-    hidden_by: tuple[str, ...]  # of "window", "padding", "mask_mod"
-
-
 def check_index(name: str, value: int, length: int) -> None:
     check_int(name, value)
     if not 0 <= value < length:
@@ -128,20 +117,16 @@ def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
     if KNOWS_LENGTHS:
         kv_len = mask.seq_lengths[1]
     else:
-        kv_len = mask.kv_indices.shape[-1] * size if parts is None else parts[1][1]
+        kv_len = mask.kv_indices.shape[-1] * size if parts is None else parts.lengths[1]
     return -(-kv_len // (size if tile is None else tile))
 
 
-def geometry(mask: BlockMask, target: str) -> Geometry:
-    """The geometry of a mask that flexmask made; from another's mask_mod it cannot be read."""
-    if not isinstance(mask, BlockMask):
-        raise TypeError(f"mask must be a BlockMask; got {type(mask).__name__}")
+def made_parts(mask: BlockMask, target: str) -> MaskParts:
+    """The parts of a mask that flexmask made; from another's mask_mod they cannot be read."""
     parts = parts_of(mask)
     if parts is None:
         raise NotImplementedError(
             f"{target} needs a mask as a flexmask method or from_block_map gives it, unchanged: what another mask_mod hides is "
             "unknown"
         )
-    selected, lengths, window, attention_mask, offset = parts
-    hidden = {"window": window, "padding": attention_mask, "mask_mod": selected.mask_mod}
-    return Geometry(lengths, selected.block_size, offset, tuple(name for name, value in hidden.items() if value is not None))
+    return parts

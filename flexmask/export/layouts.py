@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.checks import check_count
 from flexmask.base.selection import ascending_indices
-from flexmask.export.index_lists import blocks_of, check_index, geometry, num_kv_blocks
+from flexmask.export.index_lists import blocks_of, check_index, made_parts, num_kv_blocks
 
 
 class BsrBlocks(NamedTuple):
@@ -64,17 +64,17 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     if mask.BLOCK_SIZE[0] != mask.BLOCK_SIZE[1]:
         raise ValueError(f"mask must have square blocks; got {mask.BLOCK_SIZE}")
     if with_pairs:
-        where = geometry(mask, "with_pairs")
+        q_len, kv_len = made_parts(mask, "with_pairs").lengths
     kept, size = kept[row, head], mask.BLOCK_SIZE[0]
     counts = kept.sum(-1, dtype=torch.int32)
     indptr = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     q_block, kv_block = kept.nonzero(as_tuple=True)
     pairs = None
     if with_pairs:
-        step = torch.arange(size, device=kept.device)
-        q_idx = (q_block[:, None] * size + step)[:, :, None].expand(-1, -1, size)
-        kv_idx = (kv_block[:, None] * size + step)[:, None, :].expand(-1, size, -1)
-        exists = (q_idx < where.lengths[0]) & (kv_idx < where.lengths[1])
+        within = torch.arange(size, device=kept.device)
+        q_idx = (q_block[:, None] * size + within)[:, :, None].expand(-1, -1, size)
+        kv_idx = (kv_block[:, None] * size + within)[:, None, :].expand(-1, size, -1)
+        exists = (q_idx < q_len) & (kv_idx < kv_len)
         # rows and keys past the end index nothing
         inside = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
         prompt, of_head = (torch.full_like(q_idx, number) for number in (row, head))
@@ -195,20 +195,17 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     >>> blocks.block_mask_map.int(), blocks.block_row_sz.tolist(), blocks.block_col_sz.tolist()
     (tensor([[[1, 1, 1, 1]]], dtype=torch.int32), [[32]], [[32, 16, 16, 16]])
     """
-    where = geometry(mask, "FlashInfer's variable block-sparse attention")
-    if where.hidden_by:
-        raise NotImplementedError(
-            f"FlashInfer's variable block-sparse attention knows causality only inside a block; the mask has {where.hidden_by[0]}"
-        )
-    kept = blocks_of(mask)[0]
+    kept, target = blocks_of(mask)[0], "FlashInfer's variable block-sparse attention"
+    selection, (q_len, kv_len), window, attention_mask, offsets = made_parts(mask, target)
+    for name, hides in (("window", window), ("padding", attention_mask), ("mask_mod", selection.mask_mod)):
+        if hides is not None:
+            raise NotImplementedError(f"{target} knows causality only inside a block; the mask has {name}")
     if row is None and kept.shape[0] != 1:
         raise ValueError(f"row must say which of the mask's {kept.shape[0]} prompts to plan: FlashInfer plans one; got None")
     row = 0 if row is None else row
     check_index("row", row, kept.shape[0])
     kept = _by_key_head(kept[row], num_kv_heads, merge_heads)
-    (q_len, kv_len), size = where.lengths, where.block_size
-    offset = 0 if where.offset is None else int(where.offset[row])
-    device = kept.device
+    size, device, offset = selection.block_size, kept.device, 0 if offsets is None else int(offsets[row])
 
     first_rows = offset + torch.arange(kept.shape[1]) * size
     ends = (first_rows + size).clamp(max=offset + q_len)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copyreg
-import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -94,7 +93,14 @@ def named(function: _Function, name: str) -> _Function:
     return function
 
 
-Parts = Sequence[tuple[HeadGroup, Selection]]
+class MaskParts(NamedTuple):
+    """What `block_mask` makes a mask of, as pickles hold it."""
+
+    selection: Selection
+    lengths: tuple[int, int]  # q_len, kv_len
+    window: int | None
+    attention_mask: Tensor | None
+    offset: Tensor | None
 
 
 def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
@@ -109,47 +115,55 @@ def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
     lengths = (inputs.query.shape[2], inputs.key.shape[2])
     mask = block_mask_from_lists(selection.lists, mask_mod, selection.block_size, lengths, inputs.needs_grad)
     if not is_traced():
-        parts = (selection, lengths, inputs.window, inputs.attention_mask, inputs.offset)
-        # on the object: a subclass is no BlockMask to pytrees, which go by class, and copyreg would change everybody's masks
+        parts = MaskParts(selection, lengths, inputs.window, inputs.attention_mask, inputs.offset)
         # weak, or a cycle would keep dropped masks in memory until garbage collection
-        owner = weakref.ref(mask)
-        mask.__reduce_ex__ = functools.partial(_pickled, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
-        mask.to = functools.partial(_moved, owner, mask_mod, parts)  # type: ignore[method-assign]  # of this mask alone
+        made = _Made(weakref.ref(mask), mask_mod, parts)
+        # on the object: a subclass is no BlockMask to pytrees, which go by class, and copyreg would change everybody's masks
+        mask.__reduce_ex__ = made.pickled  # type: ignore[method-assign]  # of this mask alone
+        mask.to = made.to  # type: ignore[method-assign]  # of this mask alone
     return mask
 
 
-def parts_of(mask: BlockMask) -> tuple[Selection, tuple[int, int], int | None, Tensor | None, Tensor | None] | None:
+def parts_of(mask: BlockMask) -> MaskParts | None:
     """The parts that `block_mask` made a mask of; None if another made or changed it, or a surrounding compilation."""
-    maker = vars(mask).get("__reduce_ex__")
-    if not isinstance(maker, functools.partial) or maker.func is not _pickled or maker.args[0]() is not mask:
-        return None
-    mask_mod, parts = maker.args[1:]
-    return parts if _is_as_made(mask, mask_mod, parts) else None
+    made = getattr(vars(mask).get("__reduce_ex__"), "__self__", None)
+    return made.parts if isinstance(made, _Made) and made.owner() is mask and made.is_still(mask) else None
 
 
-def _is_as_made(mask: BlockMask, mask_mod: Any, parts: tuple[Any, ...]) -> bool:
-    return mask.mask_mod is mask_mod and all(getattr(mask, field) is tensor for field, tensor in parts[0].lists._asdict().items())
+class _Made(NamedTuple):
+    """A mask as `block_mask` made it."""
 
+    owner: weakref.ref[BlockMask]
+    mask_mod: MaskMod
+    parts: MaskParts
 
-def _moved(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], device: torch.device | str) -> BlockMask:
-    """The mask on `device`, with its mask_mod's tensors, which BlockMask's own method leaves behind."""
-    mask = owner()  # None for ``flexprefill_mask(...).to(device)``
-    if mask is not None and not _is_as_made(mask, mask_mod, parts):
-        return BlockMask.to(mask, device)
-    rest: list[Any] = [part.to(device) if isinstance(part, Tensor) else part for part in parts[1:]]
-    lists, keep = BlockLists(*(x.to(device) for x in parts[0].lists)), parts[0].keep
-    return _unpickled(parts[0]._replace(lists=lists, keep=None if keep is None else keep.to(device)), *rest)
+    def is_still(self, mask: BlockMask) -> bool:
+        """True unless `mask` was changed since."""
+        lists = self.parts.selection.lists._asdict()
+        return mask.mask_mod is self.mask_mod and all(getattr(mask, name) is tensor for name, tensor in lists.items())
 
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The mask on `device`, with its mask_mod's tensors, which BlockMask's own method leaves behind."""
+        mask = self.owner()  # None for ``flexprefill_mask(...).to(device)``
+        if mask is not None and not self.is_still(mask):
+            return BlockMask.to(mask, device)
 
-def _pickled(owner: weakref.ref[BlockMask], mask_mod: Any, parts: tuple[Any, ...], protocol: int) -> tuple[Any, ...]:
-    """Parts from which pickle and deepcopy rebuild the mask, whose mask_mod is a closure."""
-    mask = owner()
-    assert mask is not None
-    if _is_as_made(mask, mask_mod, parts):
-        return _unpickled, parts
-    # changed since: as any BlockMask
-    state = {name: value for name, value in vars(mask).items() if name not in ("__reduce_ex__", "to")}
-    return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
+        def moved(part: Any) -> Any:
+            return part.to(device) if isinstance(part, Tensor) else part
+
+        selection, *rest = self.parts
+        selection = selection._replace(lists=BlockLists(*map(moved, selection.lists)), keep=moved(selection.keep))
+        return _unpickled(selection, *map(moved, rest))
+
+    def pickled(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        """Parts from which pickle and deepcopy rebuild the mask, whose mask_mod is a closure."""
+        mask = self.owner()
+        assert mask is not None
+        if self.is_still(mask):
+            return _unpickled, tuple(self.parts)
+        # changed since: as any BlockMask
+        state = {name: value for name, value in vars(mask).items() if name not in ("__reduce_ex__", "to")}
+        return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _unpickled(
@@ -178,6 +192,9 @@ def block_mask_from_lists(
     optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
     keywords = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **keywords)
+
+
+Parts = Sequence[tuple[HeadGroup, Selection]]
 
 
 def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._torch import is_traced
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped
-from flexmask.base.visibility import token_validity, visible_keys
+from flexmask.base.visibility import visible_keys
 
 _MOST_SCORES = 2**28  # float32
 _MOST_VISIBLE = 2**26  # bool, and SDPA's copy
@@ -28,9 +28,8 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
 
 
 def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    query, key = inputs.query, inputs.key
-    (batch, num_heads, q_len, _), kv_len = query.shape, key.shape[2]
-    tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, key)
+    query, tokens = inputs.query, inputs.tokens()
+    (batch, num_heads, q_len, _), kv_len = query.shape, inputs.key.shape[2]
     rows = q_len
     if not is_traced():
         most = _MOST_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MOST_VISIBLE // batch

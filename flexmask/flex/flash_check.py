@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -21,6 +20,7 @@ from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, 
 from flexmask.base.inputs import AttentionInputs, SparseInputs
 from flexmask.base.scores import capped
 from flexmask.base.selection import Selection, block_lists
+from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
 
@@ -90,8 +90,9 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     kv_len = 8 * size + 44
     offset, window = (3 * size + 20, 4 * size + 30) if call.captures else (0, None)
     batch, q_len = 2 if call.padded else 1, kv_len - offset
-    token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
+    token = None
     if call.padded:
+        token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
         # no token of the first query block, and a part of the last block's
         token[0, : offset + size + 9] = False
         token[1, kv_len - 11 :] = False
@@ -101,15 +102,14 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     value = normal_numbers((batch, _KV_HEADS, kv_len, call.v_head_dim), 2, dtype, device)
     for tensor in (query, key, value):
         tensor.requires_grad_(with_gradients)
-    scale, softcap, tokens = call.head_dim**-0.5, _SOFTCAP if call.softcap else None, token if call.padded else None
-    inputs = AttentionInputs(query, key, value, scale, softcap, window, tokens, needs_grad=with_gradients).with_offset()
+    scale, softcap = call.head_dim**-0.5, _SOFTCAP if call.softcap else None
+    inputs = AttentionInputs(query, key, value, scale, softcap, window, token, needs_grad=with_gradients).with_offset()
 
-    position, slot = offset + torch.arange(q_len, device=device), torch.arange(kv_len, device=device)
-    back = position[:, None] - slot
-    visible = (back >= 0) & (back < (window or kv_len)) & token[:, position, None] & token[:, None]
-    some, every = _by_block(visible, size, False).any(-1), _by_block(visible, size, True).all(-1)
-    keep = _kept(some.shape, 1 if call.shared else _HEADS, offset // size, device)
-    mask = block_mask(inputs, Selection(block_lists(keep & some[:, None], every), None, {}, size))
+    tokens = inputs.tokens()
+    seen = block_visibility(tokens, size, window)
+    keep = _kept(seen.visible.shape, 1 if call.shared else _HEADS, offset // size, device)
+    mask = block_mask(inputs, Selection(block_lists(keep & seen.visible[:, None], seen.full), None, {}, size))
+    visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
     return FlashProblem(inputs, mask, visible, in_kept & visible[:, None])
 
@@ -140,14 +140,7 @@ def _kept(shape: torch.Size, heads: int, first: int, device: torch.device) -> Te
     return ((3 * i + 5 * j + h + b) % 4 < 2) & (j != own) | (j == own - 1) | ((j == own) & (i % 2 == 0))
 
 
-def _by_block(pairs: Tensor, size: int, filler: bool) -> Tensor:
-    """(batch, num_q_blocks, num_kv_blocks, pairs of a block); `filler` stands for pairs behind the ends."""
-    missing = [-length % size for length in pairs.shape[1:]]
-    padded = F.pad(pairs, (0, missing[1], 0, missing[0]), value=filler)
-    return padded.unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3).flatten(3)
-
-
-Attend = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | None]]
+Kernel = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | None]]
 
 
 class Verdict(NamedTuple):
@@ -161,14 +154,16 @@ class Verdict(NamedTuple):
     lse_error: float | None = None
 
 
-def check_flash(call: FlashCall, device: torch.device, attend: Attend | None = None) -> Verdict:
+def _flash(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    return run_flex_attention(inputs, mask, "flash", return_lse)
+
+
+def check_flash(call: FlashCall, device: torch.device, kernel: Kernel = _flash) -> Verdict:
     """Compare the kernel, or what stands for it, with float64 attention to the mask's pairs; an error is a reason, too."""
     start = time.perf_counter()
     try:
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.gradients):
-            verdict = _compared(
-                call, device, attend or (lambda inputs, mask, lse: run_flex_attention(inputs, mask, "flash", lse))
-            )
+            verdict = _compared(call, device, kernel)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -184,10 +179,10 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def _compared(call: FlashCall, device: torch.device, attend: Attend) -> Verdict:
+def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
     inputs, mask, visible, pairs = flash_problem(call, device)
     assert inputs.value is not None
-    out, lse = attend(inputs, mask, not call.gradients)
+    out, lse = kernel(inputs, mask, not call.gradients)
     expected, expected_lse = exact_attention(inputs, pairs)
     off = float((out.double() - expected).detach().abs().max())
     if not _agree(out, expected):

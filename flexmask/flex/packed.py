@@ -57,14 +57,14 @@ def dense_attention_packed(
     together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
-    kernel = Backend("triton")  # of "auto" too (docs/packed.md)
+    chosen = Backend("triton")  # of "auto" too (docs/packed.md)
     if calls and backend == "flash":
         # the window is in the lists
-        kernel = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
+        chosen = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
     for numbers in calls:
         part = [segments[number] for number in numbers]
         with without_autocast(query.device):
-            outs = attention_in_one_call(inputs, part, kernel.name, return_lse, kernel.lse_factor)
+            outs = attention_in_one_call(inputs, part, chosen.name, return_lse, chosen.lse_factor)
         done.update(zip(numbers, outs, strict=True))
     return [
         done[number] if number in done else dense_attention(segment.of(inputs), return_lse)

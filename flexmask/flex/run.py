@@ -94,11 +94,11 @@ def _flex_attention(
 
     score_mod = cap_and_sink if sinks is not None else None if softcap is None else cap
     enable_gqa = query.shape[1] != key.shape[1]
-    attend = functools.partial(flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa)
+    run = functools.partial(flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa)
     if return_lse:
-        out, lse = attend(return_lse=True, kernel_options=cast(Any, options))
+        out, lse = run(return_lse=True, kernel_options=cast(Any, options))
         return out, lse
-    return attend(kernel_options=cast(Any, options)), None
+    return run(kernel_options=cast(Any, options)), None
 
 
 def kernel_options(

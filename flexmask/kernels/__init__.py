@@ -5,7 +5,7 @@ blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p
 a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last. A row of a map, ``map_row``, is a query block
 of one head.
 
-Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `PackedEdges`, ``representative`` is a plane of its
+Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `Edges`, ``representative`` is a plane of its
 `representative`, ``last_rows`` the one of the last; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch,
 num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
 block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
@@ -21,11 +21,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Lines
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.selection import BlockLists
 from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.pooling import key_means as key_means
-from flexmask.kernels.vertical_slash import RepresentativeMass as RepresentativeMass
+from flexmask.kernels.vertical_slash import RepresentativeMass
 from flexmask.kernels.vertical_slash import coverage as coverage
 from flexmask.kernels.vertical_slash import representative_mass as representative_mass
 from flexmask.kernels.visibility import edges_of as edges_of
@@ -138,23 +138,23 @@ def _lists_kernel(
 
 def kept_blocks(
     problem: BlockProblem,
-    lines: Lines,
+    lines: Tensor,
     blocks: Blocks | None,
     last: RepresentativeMass | None = None,
     nearest: tuple[int, int] = (0, 0),
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
-    inputs, edges, kept, with_keep = problem.inputs, problem.packed_edges, lines.kept, problem.with_map
-    batch, num_heads, num_kv_blocks = kept.shape[1:]
+    inputs, edges, with_keep = problem.inputs, problem.edges, problem.with_map
+    batch, num_heads, num_kv_blocks = lines.shape[1:]
     num_q_blocks = edges.q_edges.shape[2]
     shape = (batch, num_heads, num_q_blocks)
-    partial_count, full_count = (kept.new_empty(shape, dtype=torch.int32) for _ in range(2))
-    partial_indices, full_indices = (kept.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
-    keep = kept.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
+    partial_count, full_count = (lines.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    partial_indices, full_indices = (lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
+    keep = lines.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
     codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
     last_rows = None if last is None else last.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
-        kept, kept if active is None else active, kept if codes is None else codes, edges.q_edges, edges.kv_edges,
+        lines, lines if active is None else active, lines if codes is None else codes, edges.q_edges, edges.kv_edges,
         edges.q_edges if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
         full_count if keep is None else keep, *(min(number, MOST_BLOCKS) for number in nearest), num_heads, num_q_blocks,
         num_kv_blocks, inputs.key.shape[2], inputs.max_distance,

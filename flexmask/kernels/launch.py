@@ -92,6 +92,9 @@ class Kernel:
         return self._positions
 
 
+kernel = Kernel  # as a decorator
+
+
 def _alignment(addresses: list[int]) -> Hashable:
     """The alignment that Triton specializes on: True if 16 divides all addresses, else a bool each."""
     return functools.reduce(operator.or_, addresses) % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
@@ -106,11 +109,6 @@ def _divisibility(numbers: list[int]) -> Hashable:
 def _is_watched() -> bool:
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
-
-
-def kernel(function: Callable[..., Any]) -> Kernel:
-    """A Triton kernel that is not compiled again for other lengths."""
-    return Kernel(function)
 
 
 # Triton's functions of these names unwrap constants first, which took a quarter of a mask's time in Python

@@ -93,7 +93,7 @@ def split_key_means(problem: BlockProblem) -> Tensor:
 
 
 def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | None = None) -> None:
-    inputs, block_size, representative = problem.inputs, problem.block_size, problem.packed_edges.representative
+    inputs, block_size, representative = problem.inputs, problem.block_size, problem.edges.representative
     batch, heads, length, head_dim = x.shape
     blocks, mask = means.shape[2], inputs.attention_mask
     _means_kernel[(blocks, batch * heads)](

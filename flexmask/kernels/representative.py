@@ -168,7 +168,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def block_sums(inputs: AttentionInputs, representative: Tensor, block_size: int) -> BlockSums:
-    """Peaks and sums of the attention of `representative`, a plane of `PackedEdges.representative`."""
+    """Peaks and sums of the attention of `representative`, a plane of `Edges.representative`."""
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]

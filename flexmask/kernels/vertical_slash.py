@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums, block_sums
-from flexmask.kernels.visibility import WHICH, PackedEdges, kv_edges_of
+from flexmask.kernels.visibility import WHICH, Edges, kv_edges_of
 
 LINES_PER_PROGRAM = 8
 
@@ -138,12 +138,12 @@ def _lines_kernel(
 class RepresentativeMass(NamedTuple):
     """The attention of the representative rows, and its sums."""
 
-    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `PackedEdges.representative`
+    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `Edges.representative`
     sums: BlockSums
     norms: Tensor  # from `row_norms`, (batch, num_heads, block_size, 2) float32
 
 
-def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
+def line_mass(mass: RepresentativeMass, edges: Edges) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32; -1 if no candidate."""
     sums, norms, representative = mass.sums, mass.norms, mass.rows
     batch, num_heads, blocks, block_size, _ = sums.blocks.shape
@@ -156,7 +156,7 @@ def line_mass(mass: RepresentativeMass, edges: PackedEdges) -> Tensor:
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    representative = problem.packed_edges.representative[WHICH.index(which)]
+    representative = problem.edges.representative[WHICH.index(which)]
     sums = block_sums(problem.inputs, representative, problem.block_size)
     return RepresentativeMass(representative, sums, row_norms(sums))
 

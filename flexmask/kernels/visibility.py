@@ -19,7 +19,7 @@ _ROWS = 1024
 WHICH = ("last", "middle")
 
 
-class PackedEdges(NamedTuple):
+class Edges(NamedTuple):
     """The geometry as kernels read it, int32.
 
     Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen. Of key blocks `kv_edges` has the
@@ -38,7 +38,7 @@ class PackedEdges(NamedTuple):
         return self.q_edges[:, 5]
 
 
-def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
+def edges_of(inputs: SparseInputs, block_size: int) -> Edges:
     """The edges of all blocks, and the representative rows."""
     query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
@@ -59,7 +59,7 @@ def edges_of(inputs: SparseInputs, block_size: int) -> PackedEdges:
         _visible_kernel[(most, batch)](
             q_edges, kv_edges, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
-    return PackedEdges(q_edges, kv_edges, representative)
+    return Edges(q_edges, kv_edges, representative)
 
 
 @kernel

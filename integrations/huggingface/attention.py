@@ -1,6 +1,6 @@
 """The attention function of transformers: sparse for prefills, dense for decoding.
 
-The way of a call: `attention` -> `checked_call` (refusals.py) -> `serve` -> `prefill_call` -> `PrefillCall.attention` (call.py)
+The way of a call: `attention`, with the checks of refusals.py -> `serve` -> `prefill_call` -> `PrefillCall.attention` (call.py)
 -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
@@ -23,7 +23,7 @@ from flexmask.integrations.huggingface.compat import refusal
 from flexmask.integrations.huggingface.mask import PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.refusals import checked_call
+from flexmask.integrations.huggingface.refusals import check_arguments, checked_inputs, checked_mask, checked_segments
 from flexmask.integrations.huggingface.session import scope_of
 
 
@@ -43,14 +43,20 @@ def attention(
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
     if dropout != 0:
         raise refusal(f"dropout {dropout}", "model.eval()")
+    check_arguments(module, kwargs)
     scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    inputs, mask, segments, visible = checked_call(module, query, key, value, attention_mask, is_causal, scores, kwargs)
-    if mask is not None:
-        return serve(module, inputs, mask.tokens, mask.prefill, segments), None
+    if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
+        mask = checked_mask(module, is_causal, attention_mask, query, key)
+        segments = checked_segments(mask, query, kwargs)
+        return serve(module, checked_inputs(query, key, value, mask, scores), mask.tokens, mask.prefill, segments), None
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
+    inputs = checked_inputs(query, key, value, None, scores)
     with without_autocast(query.device):
-        if visible is None:
+        if attention_mask is None:
             out = dense_attention(inputs)[0]
         else:
+            visible = attention_mask[..., : key.shape[2]]
             out = attention_to_visible(inputs, inputs.query, visible, ~visible.any(-2).any(1))[0]
         return out.transpose(1, 2).contiguous(), None
 
@@ -76,16 +82,17 @@ def serve(
 
 def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
-    scope, num_heads = scope_of(module), inputs.query.shape[1]
+    scope = scope_of(module)
     if prefill is not None:
         scope = prefill.scope(scope)
     if scope is None:
-        settings, index = settings_for(getattr(module, "config", None)), getattr(module, "layer_idx", None)
+        run, probe, settings = None, None, settings_for(getattr(module, "config", None))
+        index = getattr(module, "layer_idx", None)
         layer = -1 if index is None else index
-        return PrefillCall(inputs, tokens, prefill, layer, settings, of_local_heads(settings.selector(layer), module, num_heads))
-    layer, settings = scope.session.layer_of(module), scope.run.settings
-    selector = of_local_heads(settings.selector(layer), module, num_heads)
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
+    else:
+        run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
+    selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
 
 
 _outside_the_graph = torch.compiler.disable(serve)

@@ -125,6 +125,5 @@ def _rank(module: nn.Module, processes: int) -> int | None:
         # other dimensions of a mesh spread batches or layers
         dim = names.index("tp") if "tp" in names else 0 if mesh.ndim == 1 and not names else None
         if dim is not None and mesh.size(dim) == processes:
-            rank: int = mesh.get_local_rank(dim)
-            return rank
+            return mesh.get_local_rank(dim)
     return None

@@ -81,9 +81,10 @@ def check_in_one_process(model: PreTrainedModel, function: str) -> None:
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
     """Number of query rows of a mask, and the position of the first, cloned: the cache may advance its own before attention."""
     positions = arguments.get("cache_position")  # before transformers 5.4
-    length, offset = (
-        (positions.shape[0], positions[0]) if positions is not None else (arguments["q_length"], arguments["q_offset"])
-    )
+    if positions is None:
+        length, offset = arguments["q_length"], arguments["q_offset"]
+    else:
+        length, offset = positions.shape[0], positions[0]
     return length, offset.clone() if isinstance(offset, Tensor) else offset
 
 
@@ -102,14 +103,13 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
             return True, window, None
         for ids in tensors:
             packed = masking_utils.packed_sequence_mask_function(ids)
-            if _same(mask_function, and_masks(expected, packed)):
-                return True, window, ids
+            forms = [(expected, packed)]
             if remap_positions is not None:
-                # transformers 5.24 changed the order
                 remapped = [remap_positions(expected, positions) for positions in tensors]
-                forms = [and_masks(*parts) for mapped in remapped for parts in ((packed, mapped), (mapped, packed))]
-                if any(_same(mask_function, form) for form in forms):
-                    return True, window, ids
+                # transformers 5.24 changed the order
+                forms += [parts for mapped in remapped for parts in ((packed, mapped), (mapped, packed))]
+            if any(_same(mask_function, and_masks(*parts)) for parts in forms):
+                return True, window, ids
     return False, None, None
 
 

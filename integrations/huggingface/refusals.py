@@ -1,10 +1,9 @@
-"""Checks a call of transformers: its inputs, mask and packed sequences, or a refusal."""
+"""Checks a call of transformers: its arguments, mask, packed sequences and tensors, or a refusal."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -33,42 +32,19 @@ _REFUSED = {
 }
 
 
-class CheckedCall(NamedTuple):
-    inputs: AttentionInputs
-    mask: PrefillMask | None  # None: one row, of decoding
-    segments: Segments | None
-    visible: Tensor | None  # to the row of decoding, (batch, 1, 1, kv_len) bool; None: all keys
-
-
-def checked_call(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
-    is_causal: bool | None,
-    scores: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> CheckedCall:
-    """The checked call of `attention`; `kwargs` is what its signature does not name."""
+def check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Of `attention`, those that its signature does not name."""
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise refusal(f"the argument {name}", instead)
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
         raise refusal("a config with output_attentions", EAGER)
-    mask, segments, visible = None, None, None
-    if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
-        mask = _visibility(module, is_causal, attention_mask, query, key)
-        segments = _segments(mask, query, kwargs)
-    elif attention_mask is not None:
-        if attention_mask.dtype != torch.bool:
-            raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
-        visible = attention_mask[..., : key.shape[2]]
-    return CheckedCall(_inputs(query, key, value, mask, scores), mask, segments, visible)
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]) -> AttentionInputs:
-    """Also of head sizes without a mask, which run dense."""
+def checked_inputs(
+    query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]
+) -> AttentionInputs:
+    """Also of head sizes without a mask, which run dense. Without `mask` one row, of decoding."""
     arguments = dict(scores)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
@@ -84,9 +60,10 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None,
     return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
-def _visibility(
+def checked_mask(
     module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
 ) -> PrefillMask:
+    """The mask of a prefill."""
     causal = getattr(module, "is_causal", True)
     # a `PrefillMask` holds its own refusal: some modules (GPT-2) pass False with any mask
     if is_causal is not None and not isinstance(mask, PrefillMask):
@@ -116,7 +93,7 @@ def _visibility(
     return mask
 
 
-def _segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
+def checked_segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
     """Packed sequences by position_ids that restart, or by the caller's bounds; refuses restarts over a cache or under a mask."""
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")

@@ -258,5 +258,4 @@ def configured(config: Any) -> PrefillSettings | None:
 def own_name(config: Any) -> str | None:
     """The attention implementation of a config without open scopes."""
     switched = SWITCHED.get(id(config))
-    name: str | None = getattr(config, "_attn_implementation", None) if switched is None else switched.name
-    return name
+    return getattr(config, "_attn_implementation", None) if switched is None else switched.name

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from flexmask.base.checks import check_int, plain_numbers
 from flexmask.environment import device_name
@@ -83,7 +82,7 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
         shown = [{"layer": x.layer, "head": x.head, "why": x.why, "attention_kept": x.attention_kept} for x in self.heads]
-        figures: dict[str, Any] = {
+        figures = {
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.summary.to_dict(),
@@ -94,7 +93,7 @@ class Inspection:
             "warning": self.warning,
             "rows": self.run.rows(),
         }
-        return {name: finite(value) for name, value in figures.items()}
+        return finite(figures)
 
 
 def inspect_prefill(
@@ -160,36 +159,32 @@ def inspect_prefill(
     check_in_one_process(inner, "inspect_prefill")
     done = 0
 
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(min(done, 2 * number), 2 * number)
+    def prefill(run: PrefillRun, serve: Callable[[PrefillCall], Tensor]) -> None:
+        def probe(call: PrefillCall) -> Tensor:
+            nonlocal done
+            out = serve(call)
+            done += 1
+            if progress is not None:
+                progress(min(done, 2 * number), 2 * number)
+            return out
 
-    def recorded(call: PrefillCall) -> Tensor:
-        out = call.attention()
-        advance()
-        return out
+        with opened(inner, run, probe), torch.no_grad():
+            inner.base_model(input_ids=ids.to(inner.device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)
-    _prefill(inner, ids, run, recorded)
+    prefill(run, PrefillCall.attention)
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
     chosen = heads_by_rule(rows, layers) if heads is None or layers is None else named_heads(rows, layers, heads)
-    compared = HeldAttention(chosen, advance)
-    _prefill(inner, ids, PrefillRun(used, collect_stats=False), compared)
+    compared = HeldAttention(chosen)
+    prefill(PrefillRun(used, collect_stats=False), compared)
     by_head = {(row["layer"], row["head"]): row for row in rows}
     shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], used.block_size) for head, why in chosen.items())
     held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
     about = {"model": type(inner).__name__, "tokens": int(ids.shape[1]), "device": device_name(inner.device)}
     about |= {"dtype": str(inner.dtype).removeprefix("torch."), "torch": torch.__version__}
     return Inspection(run, shown, held, {**about, "transformers": transformers.__version__})
-
-
-def _prefill(model: PreTrainedModel, ids: Tensor, run: PrefillRun, probe: Callable[[PrefillCall], Tensor]) -> None:
-    with opened(model, run, probe), torch.no_grad():
-        model.base_model(input_ids=ids.to(model.device), use_cache=False)
 
 
 def heads_by_rule(rows: Sequence[Mapping[str, Any]], layers: Sequence[int] | None = None) -> dict[tuple[int, int], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ _MOST_SCORES = 2**24  # at once: 64 MiB in float32
 class HeldAttention:
     """Serves the calls of a prefill, and compares their masks with true attention."""
 
-    def __init__(self, heads: Collection[tuple[int, int]], progress: Callable[[], None]) -> None:
-        self._heads, self._progress = heads, progress
+    def __init__(self, heads: Collection[tuple[int, int]]) -> None:
+        self._heads = heads
         self.held: dict[int, Tensor] = {}  # by layer: `held_by_quarter` of its heads
         # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -43,7 +43,6 @@ class HeldAttention:
                         kept = keep[0, head - group.query.start].cpu()
                         self.maps[call.layer, head] = block_attention(inputs.of_heads(heads[head]), block_size), kept
             self.held[call.layer] = torch.cat(held)
-        self._progress()
         return attended.out
 
 
@@ -64,8 +63,7 @@ def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int =
                 rows = slice(start, min(start + at_once, (block + 1) * block_size, q_len))
                 position = first + torch.arange(rows.start, rows.stop, device=query.device)
                 visible = visible_keys(position, row_valid[rows], tokens, inputs.window)[0, :, : first + rows.stop]
-                scores = capped(query[rows] @ key[: first + rows.stop].mT * inputs.scale, inputs.softcap)
-                weights = _softmax(scores.masked_fill_(~visible, -torch.inf), inputs.sinks)
+                weights = _weights(inputs, query[rows], key[: first + rows.stop], visible, inputs.sinks)
                 mass = in_blocks(weights.sum(0), block_size, 0.0).sum(-1)
                 sums[block, : mass.shape[0]] += mass
         rows_of_block = in_blocks(row_valid.float(), block_size, 0.0).sum(-1, keepdim=True)
@@ -83,20 +81,20 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
         num_heads, q_len, _ = query.shape
         tokens = token_validity(q_len, key.shape[1], inputs.offset, inputs.attention_mask, inputs.key)
         sampled = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
-        hidden = ~visible_keys(tokens.offset[0] + sampled, tokens.row_valid[0, sampled], tokens, inputs.window)[0]
+        valid = tokens.row_valid[0, sampled]
+        visible = visible_keys(tokens.offset[0] + sampled, valid, tokens, inputs.window)[0]
         per_key, shares = num_heads // key.shape[0], []
         for head in range(num_heads):
-            scores = capped(query[head, sampled].float() @ key[head // per_key].mT * inputs.scale, inputs.softcap)
-            weights = _softmax(scores.masked_fill_(hidden, -torch.inf), None)
+            weights = _weights(inputs, query[head, sampled].float(), key[head // per_key], visible)
             by_block = in_blocks(weights, block_size, 0.0).sum(-1)
             share = (by_block * keep[0, head, sampled // block_size]).sum(-1)
-            valid = tokens.row_valid[0, sampled]
             shares.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
         return torch.stack(shares).cpu()
 
 
-def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """0 in rows that see nothing."""
+def _weights(inputs: AttentionInputs, query: Tensor, key: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Attention of rows to keys, (rows, keys) float32; 0 in rows that see nothing."""
+    scores = capped(query @ key.mT * inputs.scale, inputs.softcap).masked_fill_(~visible, -torch.inf)
     largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
     weights = (scores - largest).exp_()
     total = weights.sum(-1, keepdim=True)

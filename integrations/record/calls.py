@@ -50,9 +50,6 @@ class RecordedCall(NamedTuple):
     size: CallSize
 
 
-Calls = Mapping[int, Sequence[RecordedCall]]
-
-
 def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Copies on the CPU, in their dtypes and shapes, by id; waits once per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -68,22 +65,12 @@ def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     return copies
 
 
-def calls_on_host(calls: Calls) -> dict[int, list[RecordedCall]]:
-    """The calls with their statistics on the CPU."""
-    copies = on_host(getattr(call.stats, name) for layer in calls.values() for call in layer for name in TENSORS)
-
-    def copied(stats: SelectionStats) -> SelectionStats:
-        tensors: dict[str, Any] = {name: copies[id(getattr(stats, name))] for name in TENSORS}
-        return replace(stats, **tensors)
-
-    return {layer: [call._replace(stats=copied(call.stats)) for call in recorded] for layer, recorded in calls.items()}
-
-
-def rows_of(calls: Calls, method: str) -> list[dict[str, Any]]:
+def rows_of(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> list[dict[str, Any]]:
+    copies = on_host(getattr(call.stats, name) for recorded in calls.values() for call in recorded for name in TENSORS)
     rows = []
-    for layer, recorded in sorted(calls_on_host(calls).items()):
+    for layer, recorded in sorted(calls.items()):
         for stats, reason, prefill, size in recorded:
-            numbers = {name: getattr(stats, name).tolist() for name in TENSORS}
+            numbers = {name: copies[id(getattr(stats, name))].tolist() for name in TENSORS}
             for batch in range(stats.density.shape[0]):
                 for head in range(stats.density.shape[1]):
                     statistics = {name: values[batch][head] for name, values in numbers.items()}

@@ -64,7 +64,7 @@ class Counters:
 
     def add_call(self, layer: int, stats: SelectionStats, rows: int, tokens: int, heads: bool = True) -> None:
         """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting; `heads`: those low are named."""
-        pairs = rows * (2 * tokens - rows + 1) // 2
+        pairs = CallSize(1, rows, tokens).pairs
         with self._lock:
             weighted = stats.density.mean().double() * pairs
             self._density = weighted if self._density is None else self._density + weighted

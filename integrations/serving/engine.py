@@ -16,6 +16,8 @@ from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 
+Stock: Any = object  # what mixins stand before: a class of the engine, which is not there where types are checked
+
 
 class Engine:
     """The options, roles and counts of a model's attention layers.

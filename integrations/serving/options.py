@@ -33,11 +33,8 @@ class ServingOptions:
     def policy(self) -> DensePolicy:
         """Decides which chunks run dense."""
         policy = self.settings.call_options.policy
-        if self.least_rows is not None:
-            return policy._replace(least_rows=max(self.least_rows, policy.least_rows))
-        if policy.dense_below == 0:
-            return policy
-        return policy._replace(least_rows=max(LEAST_ROWS, policy.least_rows))
+        measured = LEAST_ROWS if policy.dense_below else 0
+        return policy._replace(least_rows=max(policy.least_rows, measured if self.least_rows is None else self.least_rows))
 
 
 def read_options(

@@ -22,7 +22,7 @@ class SparseRequest(NamedTuple):
         return self.seq_len - (self.stop - self.start)
 
 
-class StockRun(NamedTuple):
+class StockSpan(NamedTuple):
     """Neighbouring requests for one call of the engine's kernel."""
 
     first: int  # request
@@ -35,7 +35,7 @@ class StepPlan(NamedTuple):
     """All rows of one step, without the requests that pad a batch."""
 
     sparse: tuple[SparseRequest, ...]
-    stock: tuple[StockRun, ...]
+    stock: tuple[StockSpan, ...]
     sparse_tokens: int
     dense_tokens: int  # of prefills; decoding rows count as neither
 
@@ -54,8 +54,8 @@ def plan_step(
     """
     seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens
     sparse: list[SparseRequest] = []
-    stock: list[StockRun] = []
-    run: StockRun | None = None
+    stock: list[StockSpan] = []
+    span: StockSpan | None = None
     sparse_tokens = dense_tokens = 0
     for index, (start, stop, seq_len) in enumerate(zip(query_start_loc, query_start_loc[1:], seq_lens, strict=False)):
         rows = stop - start
@@ -66,12 +66,12 @@ def plan_step(
         if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
             sparse.append(SparseRequest(index, start, stop, seq_len, options.gamma))
             sparse_tokens += rows
-            run = None
+            span = None
             continue
         dense_tokens += rows if prefills else 0
-        if run is None:
-            run = StockRun(index, index + 1, start, stop)
-            stock.append(run)
+        if span is None:
+            span = StockSpan(index, index + 1, start, stop)
+            stock.append(span)
         else:
-            run = stock[-1] = StockRun(run.first, index + 1, run.start, stop)
+            span = stock[-1] = StockSpan(span.first, index + 1, span.start, stop)
     return StepPlan(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)

@@ -12,10 +12,9 @@ from torch import Tensor
 from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS
 from flexmask.integrations.serving.layers import SparseLayer, attend
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.warming import MANY_BLOCKS
+from flexmask.warming import LENGTHS, MANY_BLOCKS
 
 Size = tuple[int, int]
-_LENGTHS = (1100, 2300)  # tokens, as in flexmask.warmup; the second length makes sizes dynamic
 _SHORT = 128  # rows; FlexAttention compiles shorter calls separately
 _STEPS = 64  # lengths tried for the number of heads per mask
 
@@ -105,10 +104,10 @@ def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
 def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
     """Whole prompts and chunks of each kind; long ones do not exceed `largest`."""
     block = layer.selector.block_size
-    sizes = [(rows, length) for length in _LENGTHS for rows in (length, length // 2)]
+    sizes = [(rows, length) for length in LENGTHS for rows in (length, length // 2)]
     # chunks of one block, whose size torch compiles as a constant, and below `_SHORT`
     short = [block] if block >= _SHORT else [block, _SHORT - 1]
-    sizes += [(rows, _LENGTHS[0]) for rows in short] + [(rows, rows) for rows in short if rows >= layer.dense_below]
+    sizes += [(rows, LENGTHS[0]) for rows in short] + [(rows, rows) for rows in short if rows >= layer.dense_below]
     if device.type == "cuda":
         longest = [min(blocks * block, largest[1]) for blocks in MANY_BLOCKS]
         sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]

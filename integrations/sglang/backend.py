@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.options import has_options, request_options
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
-from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options
+from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options, stock_kernel
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import RUN, interface_faults
 
@@ -90,14 +91,6 @@ def make_backend(runner: Any) -> Any:
     return sparse(others, runner, engine)
 
 
-def stock_kernel(server_args: Any, device: str) -> str:
-    """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
-    decoding = backends_of(server_args)[1]
-    if decoding in KERNELS:
-        return str(decoding)
-    return "torch_native" if device == "cpu" else "triton"
-
-
 def largest_call(runner: Any) -> tuple[int, int]:
     """Rows and tokens of the largest call: the last chunk of the longest prompt that the model and its cache take."""
     longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
@@ -111,19 +104,17 @@ def sparse(others: Any, runner: Any, engine: SGLangEngine) -> Any:
     return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, others)
 
 
-class SparsePrefill:
+class SparsePrefill(Stock):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
     def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
         self.flexmask, self.flexmask_others = engine, others
         self.flexmask_step: Step | None = None
-        stock: Any = super()
-        stock.__init__(runner)
+        super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the step, and make the metadata of all rows for layers that run stock."""
-        stock: Any = super()
-        stock.init_forward_metadata(forward_batch)
+        super().init_forward_metadata(forward_batch)
         step = self.flexmask.step(forward_batch)
         if step is not None and step.stock_batch is not None:
             self.flexmask_others.init_forward_metadata(step.stock_batch)
@@ -131,9 +122,8 @@ class SparsePrefill:
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        stock: Any = super()
         self.flexmask_step = self.flexmask.planned = None
-        stock.init_forward_metadata_out_graph(forward_batch, *arguments, **options)
+        super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
         self,
@@ -145,32 +135,21 @@ class SparsePrefill:
         save_kv_cache: bool = True,
         **options: Any,
     ) -> Tensor:
-        """Attention of the prompts of one step; see the stock backend."""
-        stock: Any = super()
-        engine, step = self.flexmask, self.flexmask_step
-        role = engine.roles.get(layer)  # None: not the model's
-        if isinstance(role, SparseLayer) and forward_batch.forward_mode.name in PROMPTS:
-            reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
-            if reason is not None:
-                engine.counters.warn_once(reason)
-            if engine.planned is not None:
-                engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
-            if step is not None and k is not None and v is not None and reason is None:
-                return self._attend_by_plan(step, role, (q, k, v), layer, forward_batch, save_kv_cache)
-        out: Tensor = stock.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **options)
-        return out
+        """Attention of the prompts of one step, in the shape of the queries; see the stock backend.
 
-    def _attend_by_plan(
-        self,
-        step: Step,
-        role: SparseLayer,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-    ) -> Tensor:
-        """Attention of one layer, in the shape of the queries; without `save_kv_cache` another kernel has written the cache."""
-        (q, k, v), engine = qkv, self.flexmask
+        Without `save_kv_cache` another kernel has written the cache.
+        """
+        engine, step, stock = self.flexmask, self.flexmask_step, super().forward_extend
+        role = engine.roles.get(layer)  # None: not the model's
+        if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
+        reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
+        if reason is not None:
+            engine.counters.warn_once(reason)
+        if engine.planned is not None:
+            engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
+        if step is None or k is None or v is None or reason is not None:
+            return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
         # of SGLang's, where it calls layers between pieces of a graph

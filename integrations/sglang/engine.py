@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.options import NAME, backends_of
 from flexmask.integrations.sglang.step import Step, rows_of, step_of, stock_reason
-from flexmask.settings import PrefillSettings
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
@@ -38,8 +37,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     """Raise ValueError for a server that is not served at all, by name."""
     if uses_mla:
         raise ValueError(f"the attention backend {NAME!r} does not serve multi-head latent attention (MLA)")
-    decoding = backends_of(server_args)[1]
-    if decoding == NAME:
+    if backends_of(server_args)[1] == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
     for name, feature in REFUSED.items():
         if getattr(server_args, name):
@@ -80,11 +78,10 @@ class SGLangEngine(Engine):
         self._translator = getattr(runner, "kv_index_translator", None)
         self._is_first = rank == 0
         self._held: torch.Tensor | None = None
-        self.roles = {
-            layer: role_of_layer(layer, self.pool, options.settings, runner.dtype, rank, ranks)
-            for layer in runner.model.modules()
-            if isinstance(layer, RadixAttention)
-        }
+        for layer in runner.model.modules():
+            if isinstance(layer, RadixAttention):
+                reason = stock_reason_of(layer, self.pool, runner.dtype)
+                self.roles[layer] = reason or role_of_shape(shape_of(layer), layer.layer_id, options.settings, rank, ranks)
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
         """Log the roles, compile, and on a GPU hold the memory of the largest call (`Engine.start`) until the first request."""
@@ -132,14 +129,9 @@ class SGLangEngine(Engine):
         return None if any(scale is None for scale in scales) else scales
 
 
-def role_of_layer(
-    layer: Any, pool: Any, settings: PrefillSettings, dtype: torch.dtype, rank: int = 0, ranks: int = 1
-) -> SparseLayer | str:
-    """The role of one ``RadixAttention`` of a rank, whose keys and values are in `pool`. Raises as `role_of_shape`."""
-    reason = _reason(layer, pool, dtype)
-    if reason is not None:
-        return reason
-    shape = LayerShape(
+def shape_of(layer: Any) -> LayerShape:
+    """Of one ``RadixAttention`` on its rank."""
+    return LayerShape(
         num_heads=layer.tp_q_head_num,
         num_kv_heads=layer.tp_k_head_num,
         head_dim=layer.qk_head_dim,
@@ -147,10 +139,10 @@ def role_of_layer(
         scale=float(layer.scaling),
         softcap=layer.logit_cap or None,
     )
-    return role_of_shape(shape, layer.layer_id, settings, rank, ranks)
 
 
-def _reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+def stock_reason_of(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+    """Why a layer runs stock in every step, if so; its keys and values are in `pool`."""
     if type(pool).__name__ in MIXTURES:
         pool = pool.full_kv_pool
     if layer.attn_type.value != "decoder":

@@ -28,12 +28,18 @@ def resolved(server_args: Any) -> Any:
 def backends_of(server_args: Any) -> tuple[str, str]:
     """Names of the backends for prompts and for decoding, of `resolved` arguments."""
     if hasattr(server_args, "get_attention_backends"):
-        prefill, decode = server_args.get_attention_backends()
-    else:
-        from sglang.srt.arg_groups.overrides import attention_backends_of
+        return server_args.get_attention_backends()
+    from sglang.srt.arg_groups.overrides import attention_backends_of
 
-        prefill, decode = attention_backends_of(server_args)
-    return prefill, decode
+    return attention_backends_of(server_args)
+
+
+def stock_kernel(server_args: Any, device: str) -> str:
+    """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
+    decoding = backends_of(server_args)[1]
+    if decoding in KERNELS:
+        return decoding
+    return "torch_native" if device == "cpu" else "triton"
 
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
@@ -45,17 +51,10 @@ def _given(text: str) -> Any:
     text = text.strip()
     if not text:
         return None
-    path = None if text[0] in "{[" else Path(text)
-    if path is not None and not _is_file(path):
-        raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one; got {text!r}")
+    expected = f"{VARIABLE} must be a JSON object or the path of a file with one"
     try:
-        return json.loads(text if path is None else path.read_text(encoding="utf-8"))
+        return json.loads(text if text[0] in "{[" else Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{expected}; got {text!r}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{VARIABLE} must be a JSON object or the path of a file with one: {error}") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no file system takes
-        return False
+        raise ValueError(f"{expected}: {error}") from None

@@ -72,12 +72,11 @@ def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
     slots = tuple(slots_of(req_to_token, indices, x.batch_index, x.cached_len) for x in plan.sparse)
     if not plan.stock:
         return Step(plan, slots, None, None, lengths)
-    requests = list(chain.from_iterable(range(run.first, run.last) for run in plan.stock))
+    requests = list(chain.from_iterable(range(span.first, span.last) for span in plan.stock))
     if len(plan.stock) == 1:
         rows: slice | Tensor = slice(plan.stock[0].start, plan.stock[0].stop)
     else:
-        device = forward_batch.req_pool_indices.device
-        rows = torch.cat([torch.arange(run.start, run.stop, device=device) for run in plan.stock])
+        rows = torch.cat([torch.arange(span.start, span.stop, device=indices.device) for span in plan.stock])
     return Step(plan, slots, rows, part_of(forward_batch, requests, rows), lengths)
 
 

@@ -138,24 +138,22 @@ def _measure(
     done = sum(map(len, measured.by_prompt))
     with logging.tqdm(total=total, initial=done, desc="tune: layers", leave=False, disable=progress is not True) as bar:
 
-        def advance() -> None:
+        def advance(layers: int = 1) -> None:
             nonlocal done
-            done += 1
-            bar.update()
+            done += layers
+            bar.update(layers)
             if callable(progress):
                 progress(done, total)
 
-        if callable(progress):
-            progress(done, total)
-        probe = HeadProbe(measured, advance, gradient)
+        advance(0)
         run = PrefillRun(settings, collect_stats=False)
         for number, prompt in enumerate(prompts):
             if measured.complete[number]:
                 continue
-            probe.begin(number)
+            probe = HeadProbe(measured, number, advance, gradient)
             with opened(model, run, probe) as scope:
                 if gradient:
-                    backward_through_loss(scope, prompt, probe.begin_backward)
+                    backward_through_loss(scope, prompt)
                 else:
                     with torch.no_grad():
                         model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flexmask._torch import is_in_backward
 from flexmask.dense_policy import by_head_dim
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.huggingface.call import PrefillCall
@@ -23,25 +24,17 @@ MOST_SCORED = 4096  # tokens: their logits are the largest tensor of a long prom
 
 
 class HeadProbe:
-    """Serves the calls of dense prefills and measures their heads; with `gradient` after the backward pass, in `weigh`."""
+    """Serves the calls of one prompt's dense prefill and measures their heads; with `gradient` in `weigh`, after a backward."""
 
-    def __init__(self, measured: MeasuredErrors, advance: Callable[[], None], gradient: bool) -> None:
-        self.measured, self.advance, self.gradient = measured, advance, gradient
-        self.begin(0)
-
-    def begin(self, prompt: int) -> None:
-        self.prompt, self.in_backward = prompt, False
+    def __init__(self, measured: MeasuredErrors, prompt: int, advance: Callable[[], None], gradient: bool) -> None:
+        self.measured, self.prompt, self.advance, self.gradient = measured, prompt, advance, gradient
         self.called: set[int] = set()  # layers
         self.waiting: dict[int, tuple[PrefillCall, Tensor]] = {}  # outputs without a gradient yet
-
-    def begin_backward(self) -> None:
-        """Expect repeated calls of layers, by checkpoints."""
-        self.in_backward = True
 
     def __call__(self, call: PrefillCall) -> Tensor:
         inputs, layer = call.inputs, call.layer
         if layer in self.called:
-            if self.in_backward:  # a checkpoint
+            if is_in_backward():  # a checkpoint
                 return dense_attention(inputs)[0]
             raise NotImplementedError(f"tune does not serve a model that calls attention more than once in layer {layer}")
         self.called.add(layer)
@@ -81,11 +74,11 @@ class HeadProbe:
         return out
 
 
-def backward_through_loss(scope: Scope, prompt: Tensor, between: Callable[[], None]) -> None:
+def backward_through_loss(scope: Scope, prompt: Tensor) -> None:
     """Backpropagate the next-token loss of a prompt, (length,) integer, to tensors with `retain_grad`.
 
     The loss is summed over T `scored_tokens` and divided by the root of T: for a change d of activations, ``(gradient . d)^2`` is
-    the squared change of the summed loss over T. `between` runs before the backward pass, in which checkpoints run again.
+    the squared change of the summed loss over T.
     """
     # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False), torch.enable_grad():
@@ -94,7 +87,6 @@ def backward_through_loss(scope: Scope, prompt: Tensor, between: Callable[[], No
         scored = scored_tokens(prompt)
         logits = logits_of(scope.model, prompt, scored)
         loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")
-        between()
         (loss / len(scored) ** 0.5).backward()
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
+from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.vllm.engine import engine_of
@@ -16,11 +17,11 @@ from flexmask.integrations.vllm.registration import tell_requests
 
 class SparseStep(NamedTuple):
     plan: StepPlan
-    stock: tuple[Any, ...]  # metadata per stock run
+    stock: tuple[Any, ...]  # metadata per stock span
     page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none
 
 
-class SparsePrefillBuilder:
+class SparsePrefillBuilder(Stock):  # type: ignore[misc]
     """Mixin before a stock builder; its metadata carries the planned step as ``flexmask_step``.
 
     Metadata without it runs stock: for CUDA graph capture, for layers none of which is sparse, and from wrappers of this builder
@@ -32,7 +33,7 @@ class SparsePrefillBuilder:
     flexmask_own: type | None = None  # this class, not one that vLLM derives from it
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **options: Any) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)  # type: ignore[call-arg]  # of the stock builder
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)
         self._engine = engine_of(vllm_config)
         self._engine.prepare(device, in_profile=False)
         is_sparse = any(isinstance(self._engine.roles.get(name), SparseLayer) for name in layer_names)
@@ -45,19 +46,15 @@ class SparsePrefillBuilder:
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """At most graphs of uniform decoding batches."""
-        stock: Any = super()
-        supported = stock.get_cudagraph_support(vllm_config, kv_cache_spec)
-        most = AttentionCGSupport.UNIFORM_BATCH
-        return supported if supported.value < most.value else most
+        stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        stock: Any = super()
-        return self._unplanned(stock.build_for_cudagraph_capture, common_attn_metadata)
+        return self._unplanned(super().build_for_cudagraph_capture, common_attn_metadata)
 
     def build_for_drafting(self, *arguments: Any, **options: Any) -> Any:
         """Metadata without a plan: the model verifies the draft's tokens."""
-        stock: Any = super()
-        return self._unplanned(stock.build_for_drafting, *arguments, **options)
+        return self._unplanned(super().build_for_drafting, *arguments, **options)
 
     def _unplanned(self, build: Any, *arguments: Any, **options: Any) -> Any:
         # the stock functions call build
@@ -69,23 +66,22 @@ class SparsePrefillBuilder:
             self._plans = plans
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        stock: Any = super()
-        metadata = stock.build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if not self._plans:
             return metadata
         plan = self._plan(common_attn_metadata, metadata)
         parts = []
         if plan.sparse and plan.stock:
-            slices = [UBatchSlice(slice(run.first, run.last), slice(run.start, run.stop)) for run in plan.stock]
-            parts = [self._part(stock.build, part) for part in split_attn_metadata(slices, common_attn_metadata)]
+            slices = [UBatchSlice(slice(span.first, span.last), slice(span.start, span.stop)) for span in plan.stock]
+            parts = [self._part(part) for part in split_attn_metadata(slices, common_attn_metadata)]
         pages = common_attn_metadata.block_table_tensor
         page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in plan.sparse)
         metadata.flexmask_step = SparseStep(plan, tuple(parts), page_tables)
         return metadata
 
-    def _part(self, build: Any, common: Any) -> Any:
+    def _part(self, common: Any) -> Any:
         # fast: the one buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
-        return build(0, common, True)
+        return super().build(0, common, True)
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
         num_reqs = common.num_reqs
@@ -110,21 +106,20 @@ class SparseLatentBuilder(SparsePrefillBuilder):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        # rows that the stock backend decodes
-        most: int = self.reorder_batch_threshold
-        self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, most + 1))
+        # more rows than the stock backend decodes
+        self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, self.reorder_batch_threshold + 1))
 
     def _plan(self, common: Any, metadata: Any) -> StepPlan:
         plan = super()._plan(common, metadata)
         first, start = metadata.num_decodes, metadata.num_decode_tokens
-        runs = [run._replace(first=max(run.first, first), start=max(run.start, start)) for run in plan.stock]
-        return plan._replace(stock=tuple(run for run in runs if run.first < run.last))
+        spans = [span._replace(first=max(span.first, first), start=max(span.start, start)) for span in plan.stock]
+        return plan._replace(stock=tuple(span for span in spans if span.first < span.last))
 
-    def _part(self, build: Any, common: Any) -> Any:
+    def _part(self, common: Any) -> Any:
         saved = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
         try:
             # no decoding rows, and a prefill backend with the part's metadata
             self.reorder_batch_threshold, self._prefill_backend = 0, saved["_prefill_backend"].clone()
-            return super()._part(build, common)
+            return super()._part(common)
         finally:
-            vars(self).update(saved)
+            self.__dict__.update(saved)

@@ -22,7 +22,6 @@ from flexmask.settings import PrefillSettings
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
-DERIVED = "its backend shows layers other requests"
 KEY = "flexmask"
 CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that is not sparse; the first is the default
@@ -30,15 +29,8 @@ KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that i
 ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
 ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks"}
 # multi-head latent attention
-LATENT_ARGUMENTS = {
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "qk_head_dim",
-    "v_head_dim",
-    "kv_b_proj",
-}
+LATENT_ARGUMENTS = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
+LATENT_ARGUMENTS |= {"kv_b_proj"}
 
 
 class VLLMEngine(Engine):
@@ -129,7 +121,7 @@ class VLLMEngine(Engine):
                     self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
                 # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
                 elif builder.flexmask_own is not builder:
-                    self.roles[name] = DERIVED
+                    self.roles[name] = "its backend shows layers other requests"
                 settle(name)
                 kernel = layer.impl.flexmask_kernel
         return kernel

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
+from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.vllm.builder import SparseStep
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
 
-class FindsItsRole:
+class FindsItsRole(Stock):  # type: ignore[misc]
     """Mixin that settles the role of its layer."""
 
     flexmask_kernel = ""
@@ -29,8 +30,7 @@ class FindsItsRole:
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
-        stock: Any = super()
-        signature = inspect.signature(stock.__init__)
+        signature = inspect.signature(super().__init__)
         bound = signature.bind(*arguments, **options).arguments
         keywords = next((name for name, x in signature.parameters.items() if x.kind is x.VAR_KEYWORD), None)
         rest = bound.pop(keywords, {}) if keywords else {}
@@ -45,7 +45,7 @@ class FindsItsRole:
     def flexmask_step(self, attn_metadata: Any) -> tuple[SparseLayer, SparseStep] | None:
         """The role of a layer and the planned step, if the layer runs it sparse; counts the step's tokens."""
         step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
-        role, scale = self._role, float(cast(Any, self).scale)
+        role, scale = self._role, float(self.scale)
         if step is None or not isinstance(role, SparseLayer):
             return None
         fits = scale == role.scale
@@ -75,7 +75,6 @@ class SparsePrefillImpl(FindsItsRole):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        stock: Any = super()
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self._engine.prepare(query.device, in_profile=True)
@@ -83,11 +82,11 @@ class SparsePrefillImpl(FindsItsRole):
             self.flexmask_role(layer.layer_name)
         planned = self.flexmask_step(attn_metadata)
         if planned is None:
-            return stock.forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         role, step = planned
-        for run, metadata in zip(step.plan.stock, step.stock, strict=True):
-            rows = slice(run.start, run.stop)
-            stock.forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
+        for span, metadata in zip(step.plan.stock, step.stock, strict=True):
+            rows = slice(span.start, span.stop)
+            super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         cache = self._given.get("kv_cache_dtype") or "auto"
         cache_scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
         sinks = getattr(self, "sinks", None)
@@ -135,17 +134,16 @@ class SparseLatentImpl(FindsItsRole):
         output_scale: Tensor | None = None,
     ) -> None:
         """The prefills of one step, whose rows follow those of decoding."""
-        stock: Any = super()
         planned = self.flexmask_step(attn_metadata)
         if planned is None:
-            stock.forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+            super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
         role, step = planned
         decoding = attn_metadata.num_decode_tokens
-        for run, metadata in zip(step.plan.stock, step.stock, strict=True):
-            rows = slice(run.start - decoding, run.stop - decoding)
+        for span, metadata in zip(step.plan.stock, step.stock, strict=True):
+            rows = slice(span.start - decoding, span.stop - decoding)
             part = (q[rows], kv_c_normed[rows], k_pe[rows])
-            stock.forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
+            super().forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
         for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
             rows = slice(request.start - decoding, request.stop - decoding)
             latent, rotated = kv_c_normed[rows], k_pe[rows]
@@ -158,9 +156,8 @@ class SparseLatentImpl(FindsItsRole):
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from latent rows."""
-        stock: Any = self
-        nope, width = stock.qk_nope_head_dim, stock.v_head_dim
-        by_head = stock.kv_b_proj(latent)[0].view(-1, stock.num_heads, nope + width).transpose(0, 1)
+        nope, width = self.qk_nope_head_dim, self.v_head_dim
+        by_head = self.kv_b_proj(latent)[0].view(-1, self.num_heads, nope + width).transpose(0, 1)
         key = by_head.new_empty((*by_head.shape[:2], nope + rotated.shape[-1]))
         key[..., :nope] = by_head[..., :nope]
         key[..., nope:] = rotated.transpose(0, 1)

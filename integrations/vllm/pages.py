@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from flexmask.integrations.serving.engine import Stock
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per key head."""
@@ -81,17 +82,22 @@ _BASE = 8  # of the element numbers, whose digits are exact in every cache dtype
 Write = Callable[[Tensor, Tensor, Tensor], None]  # of keys and values, (tokens, 1, head_dim) each, into a cache of one page
 
 
-class ReadsCPUCache:
+class ReadsCPUCache(Stock):  # type: ignore[misc]
     """Mixin before `SparsePrefillImpl`: finds the cache's order by writing through the stock implementation."""
 
     flexmask_orders: tuple[Tensor, Tensor] | None = None
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
-        stock: Any = self
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
-        cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[stock.kv_cache_dtype])
+        cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[self.kv_cache_dtype])
         if self.flexmask_orders is None:
-            write = functools.partial(_write, stock, _Unscaled(layer), kv_cache.dtype)
+            unscaled = _Unscaled(layer)
+
+            def write(keys: Tensor, values: Tensor, page: Tensor) -> None:
+                dtype = keys.dtype if keys.dtype.itemsize > 1 else torch.bfloat16
+                rows = (keys.to(dtype), values.to(dtype))
+                self.do_kv_cache_update(unscaled, *rows, page.view(kv_cache.dtype), torch.arange(page_size))
+
             self.flexmask_orders = order_of_cache(page_size, head_dim, cache.dtype, write)
         return gathered_on_cpu(kv_cache, page_table, head_dim, self.flexmask_orders)
 
@@ -108,17 +114,10 @@ class _Unscaled:
         return getattr(self._layer, name)
 
 
-def _write(stock: Any, layer: Any, stored: torch.dtype, keys: Tensor, values: Tensor, cache: Tensor) -> None:
-    dtype = keys.dtype if keys.dtype.itemsize > 1 else torch.bfloat16
-    rows = (keys.to(dtype), values.to(dtype))
-    stock.do_kv_cache_update(layer, *rows, cache.view(stored), torch.arange(cache.shape[2]))
-
-
-def halves(cache: Tensor) -> tuple[Tensor, Tensor]:
+def halves(cache: Tensor) -> tuple[Tensor, ...]:
     """(pages, num_kv_heads, page_size * head_dim) each."""
     pages, heads, page_size, both = cache.shape
-    keys, values = cache.view(pages, heads, page_size * both).chunk(2, -1)
-    return keys, values
+    return cache.view(pages, heads, page_size * both).chunk(2, -1)
 
 
 def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Write) -> tuple[Tensor, Tensor]:

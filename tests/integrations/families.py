@@ -29,7 +29,7 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 @dataclass(frozen=True)
 class Family:
-    """A family's classes by name and its options; `dense` is transformers' implementation to compare with."""
+    """A family's classes by name and its options; its models have `dense`, transformers' implementation to compare with."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,8 @@ class Family:
     def make(self, seed: int = 0, **options: Any) -> Any:
         """A model half of whose query heads attend sharply, the others nearly evenly."""
         torch.manual_seed(seed)
-        config = getattr(transformers, self.config.format(self.name))(**{**SIZES, **self.options, **options})
+        options = {**SIZES, "attn_implementation": self.dense, **self.options, **options}
+        config = getattr(transformers, self.config.format(self.name))(**options)
         model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
         with torch.no_grad():
             for layer in model.model.layers:

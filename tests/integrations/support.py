@@ -104,9 +104,7 @@ class Result(NamedTuple):
 
 @functools.cache
 def model_of(family: str) -> Any:
-    model = FAMILIES[family].make()
-    model.set_attn_implementation(FAMILIES[family].dense)
-    return model
+    return FAMILIES[family].make()
 
 
 def run_sparse(cell: Cell, **settings: Any) -> tuple[Tensor, Tensor | None, PrefillRun]:

@@ -9,7 +9,6 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations import support
 from tests.integrations.common import KEEP_ALL, SPARSE, make_model, tuned
 from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
 
@@ -28,9 +27,7 @@ def deepseek():
 
 @functools.cache
 def model_of(family):
-    if family == "DeepseekV3":
-        return deepseek()
-    return support.model_of(family)
+    return deepseek() if family == "DeepseekV3" else FAMILIES[family].make()
 
 
 FOUND = [name for name, family in FAMILIES.items() if family.available]

@@ -22,7 +22,6 @@ TOLERANCE = 1e-3  # of logits below 1, in float32
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_dense_attention(cuda, tokens, family):
     model = FAMILIES[family].make().to(cuda)
-    model.set_attn_implementation(FAMILIES[family].dense)
     mask = common.padded(tokens)
     inputs = {"input_ids": tokens.to(cuda), "attention_mask": mask.to(cuda)}
     real = mask.to(cuda) != 0
@@ -43,7 +42,6 @@ def test_equals_dense_attention(cuda, tokens, family):
 def test_static_cache_generates_as_a_dynamic_one(cuda, tokens, family):
     """Transformers compiles the decoding steps over a static cache by itself."""
     model = FAMILIES[family].make().to(cuda)
-    model.set_attn_implementation(FAMILIES[family].dense)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     options["attention_mask"] = torch.ones_like(tokens).to(cuda)
     expected = model.generate(tokens.to(cuda), **options)
@@ -74,7 +72,6 @@ def test_compiled_forward_prefills_as_an_eager_one(cuda, tokens):
 )
 def test_gradients_of_other_masks(cuda, tokens, options):
     model = FAMILIES["Mistral"].make().to(cuda)
-    model.set_attn_implementation(FAMILIES["Mistral"].dense)
     weight = model.get_input_embeddings().weight
     gradients = []
     for sparse in (False, True):

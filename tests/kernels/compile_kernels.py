@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from flexmask import kernels
-from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.select import result_of
@@ -102,11 +102,11 @@ def launched(problem: Problem) -> dict[str, Variant]:
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
         config = Config(0.5, 0.5, **options)
         # in a caller's graph numbers are tensors, else arguments
-        tensors = {name: value for name, value in numbers.items() if name in config.options and rich}
-        fixed = {name: value for name, value in config.options.items() if name not in tensors}
+        given = config.options | {name: value for name, value in numbers.items() if name in config.options and rich}
         inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
         statistics = ("row_coverage",) if rich else ()
-        result_of(cut_into_blocks(inputs, block_size, kernels, rich), choose, fixed, tensors, statistics)
+        blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
+        result_of(blocks, choose, given, statistics)
     return found
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import select
 from flexmask.base.inputs import attention_inputs
-from flexmask.select import option_tensors
+from flexmask.select import with_tensors
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, hybrid_length, sparse_cases, structured_inputs
@@ -218,7 +218,7 @@ def test_a_fault_in_a_kernel_is_found(monkeypatch, method, fault):
             result.codes[:, :, 5, 2] ^= 1
         else:
             lines = result if fault == "last_rows_lines" else result[2]
-            lines.kept[1] = lines.kept[1].roll(1, -1)  # slashes off by one block
+            lines[1] = lines[1].roll(1, -1)  # slashes off by one block
         return result
 
     monkeypatch.setattr(steps, fault, wrong)
@@ -254,7 +254,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
-        found = select._as_one_operator(selector, inputs, option_tensors(selector, query), with_map, statistics)
+        found = select._as_one_operator(with_tensors(selector, query, False), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]

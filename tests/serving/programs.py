@@ -55,8 +55,7 @@ QUESTIONS: dict[str, tuple[int, list[tuple[int, int]], int]] = {
 def prompt(length: int, seed: int = 0) -> list[int]:
     from bench.retriever.task import make_prompt
 
-    tokens: list[int] = make_prompt(length, num_needles=max(1, min(8, length // 40)), seed=seed).token_ids.tolist()
-    return tokens
+    return make_prompt(length, num_needles=max(1, min(8, length // 40)), seed=seed).token_ids.tolist()
 
 
 class Asked:

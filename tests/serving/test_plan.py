@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import LEAST_ROWS, RequestOptions, read_options
-from flexmask.integrations.serving.plan import SparseRequest, StockRun, plan_step
+from flexmask.integrations.serving.plan import SparseRequest, StockSpan, plan_step
 from flexmask.integrations.serving.startup import roles_line
 
 
@@ -18,7 +18,7 @@ def test_a_request_s_own_gamma_and_dense_attention_are_planned():
     # the last two decode
     plan = plan_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
     assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
-    assert plan.stock == (StockRun(2, 3, 600, 900), StockRun(4, 6, 1200, 1202))
+    assert plan.stock == (StockSpan(2, 3, 600, 900), StockSpan(4, 6, 1200, 1202))
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
 
 
@@ -50,8 +50,8 @@ def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     covered = sorted((each.start, each.stop) for each in (*plan.sparse, *plan.stock))
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]
-    for run in plan.stock:
-        assert (run.start, run.stop) == (starts[run.first], starts[run.last])
+    for span in plan.stock:
+        assert (span.start, span.stop) == (starts[span.first], starts[span.last])
         # vLLM's splitting needs it
-        assert rows[run.first] > 0 < rows[run.last - 1]
+        assert rows[span.first] > 0 < rows[span.last - 1]
     assert plan.sparse_tokens + plan.dense_tokens == sum(n for n, is_prefill in zip(rows, prefilling, strict=True) if is_prefill)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from flexmask.integrations.serving.versions import fields_of
-from flexmask.integrations.sglang.backend import largest_call, make_backend, stock_kernel
+from flexmask.integrations.sglang.backend import largest_call, make_backend
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
+from flexmask.integrations.sglang.options import stock_kernel
 from flexmask.integrations.sglang.versions import interface_faults
 
 
