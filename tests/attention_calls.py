@@ -23,7 +23,6 @@ class Call(Case):
     value: torch.Tensor = field(kw_only=True, repr=False)
 
     def attend(self, device="cpu", **keywords):
-        """Output of the sparse path, and what else is requested."""
         it = self.to(device)
         keywords = {**it.config.call, "dense_below": 0, **it.keywords(), **keywords}
         with torch.no_grad():
@@ -90,7 +89,6 @@ COVERED = {"ragged 1000", "value narrower", "bfloat16"}
 
 
 def marked(name):
-    """A variant with the marks that it needs."""
     if name in ALONE | COVERED:
         return pytest.param(name, marks=pytest.mark.slow)
     return pytest.param(name, marks=CPP_ERROR) if "padded chunk" in name else name
@@ -112,6 +110,26 @@ def check(call, device="cpu", **keywords):
     padded = ~visible_pairs(call).any(-1)
     assert not out.cpu().transpose(1, 2)[padded].any()
     return out, keep
+
+
+def assert_same_gradients(it, keep, wanted, device="cpu", sinks=None, **keywords):
+    """Output, and gradients of what is named in `wanted`, are those of dense attention under a block map."""
+    given = {"query": it.query, "key": it.key, "value": it.value} | ({} if sinks is None else {"sinks": sinks})
+    ours = {name: x.to(device, copy=True).requires_grad_(name in wanted) for name, x in given.items()}
+    exact = {name: x.double().requires_grad_(name in wanted) for name, x in given.items()}
+    out = sparse_attention(**ours, **it.config.call, **it.to(device).keywords(), **keywords)
+    scores = {name: it.scores.get(name) for name in ("scale", "softcap")}
+    expected, _ = masked_attention(**exact, mask=expanded(keep, it), **scores)
+    weights = torch.randn(out.shape)
+    (out * weights.to(device)).sum().backward()
+    (expected * weights).sum().backward()
+    assert_same_attention(out.detach(), expected.detach())
+    for name in given:
+        assert (ours[name].grad is not None) == (name in wanted)
+    for name in wanted:
+        atol = 1e-3 if name == "sinks" else 1e-4  # of a sum over all rows
+        torch.testing.assert_close(ours[name].grad.cpu().double(), exact[name].grad, atol=atol, rtol=1e-3)
+        assert exact[name].grad.abs().max() > 1e-3
 
 
 # not strict: fails only after torch has compiled for other lengths

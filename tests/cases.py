@@ -91,7 +91,6 @@ class Config:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Every option of the method."""
         return {name: self.given.get(name, default) for name, default in METHODS[self.method].defaults.items()}
 
     @property
@@ -150,8 +149,6 @@ class Chosen(NamedTuple):
 
 @dataclass
 class Case:
-    """One call of a selection: tensors and options."""
-
     query: Tensor = field(repr=False)
     key: Tensor = field(repr=False)
     config: Config
@@ -177,7 +174,6 @@ class Case:
         return torch.tensor(self.config.options["gamma"], dtype=torch.float64).expand(self.query.shape[1])
 
     def search(self, query: Tensor | None = None, key: Tensor | None = None) -> Chosen:
-        """Run the fast path, with statistics."""
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
         found = select_blocks(self.config.selector.for_inputs(inputs), inputs.with_offset(), with_map=True, statistics=STATISTICS)

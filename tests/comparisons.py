@@ -22,7 +22,6 @@ def assert_same_stats(found: object, expected: object) -> None:
 
 
 def assert_equal_lists(found: Chosen, expected: Chosen) -> None:
-    """The same blocks of every head."""
     assert all(map(torch.equal, found.lists, expected.lists))
 
 
@@ -33,7 +32,6 @@ def kept_by_lists(result: Chosen) -> tuple[Tensor, Tensor]:
 
 
 def dense_map(counts: Tensor, indices: Tensor) -> Tensor:
-    """A bool map from counts and indices."""
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
     hits = torch.zeros_like(indices).scatter_add(-1, indices.long(), listed.to(indices.dtype))
     assert hits.max() <= 1, "a block is listed twice"

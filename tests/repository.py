@@ -1,6 +1,9 @@
-"""The repository's root, its folders that are installed inside flexmask, and its modules outside of packages."""
+"""The repository's root and folders, its modules outside of packages, and Python in a process of its own."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,3 +18,11 @@ def module_of(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def python(*arguments: str, path: Path = ROOT, executable: str = sys.executable, **environment: str) -> str:
+    """Run Python in `path`, which it imports from; returns what it prints."""
+    surroundings = {**os.environ, "PYTHONPATH": str(path), **environment}
+    run = subprocess.run([executable, *arguments], cwd=path, env=surroundings, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout

@@ -1,16 +1,15 @@
-"""sparse_attention on a GPU, with log-sum-exp and gradients, and captured in a CUDA graph."""
+"""sparse_attention on a GPU, with log-sum-exp, and captured in a CUDA graph; tests/flex/test_sinks.py has its gradients."""
 
 import pytest
 import torch
 
-from flexmask import flexprefill_mask, sparse_attention
+from flexmask import flexprefill_mask
 from flexmask.compilation import _compile
 from flexmask.flex.backend import flash_available
 from tests.attention_calls import call, check, flexprefill_attention, padding
 from tests.cases import structured_inputs
 from tests.comparisons import assert_same_attention
 from tests.compile_support import assert_same_lists
-from tests.expected import expanded, masked_attention
 
 pytestmark = [pytest.mark.attention, pytest.mark.gpu]
 
@@ -44,19 +43,6 @@ def test_is_dense_attention_under_the_mask_on_cuda(cuda, backend, name):
     check(call(**GPU_VARIANTS[name]), cuda, backend=backend)
 
 
-@pytest.mark.parametrize(
-    ("backend", "block_size"), [*(("triton", size) for size in (128, 64, 48)), pytest.param("flash", 128, marks=FLASH)]
-)
-def test_serves_window_after_window_in_one_process(cuda, backend, block_size):
-    """Later windows and offsets must not break what an earlier call compiled."""
-    tensors = {"head_dims": (64, 64), "dtype": torch.bfloat16, "heads": (4, 2), "gamma": 0.3}
-    for window in (500, 1024, 300, None):
-        scores = {} if window is None else {"window": window}
-        check(call(q_len=1500, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
-        check(call(q_len=900, kv_len=2400, block_size=block_size, scores=scores, **tensors), cuda, backend=backend)
-        check(call(q_len=1500, block_size=block_size, scores=scores, **PADDED, **tensors), cuda, backend=backend)
-
-
 def test_a_cached_graph_serves_its_own_block_size(cuda):
     """Calls in another order leave graphs in the cache on disk; with symbolic block sizes (torch 2.11) a wrong one could run."""
     given = {"q_len": 1500, "head_dims": (64, 64), "dtype": torch.bfloat16, "gamma": 0.3, "scores": {"window": 500}, **PADDED}
@@ -75,23 +61,6 @@ def test_log_sum_exp_is_that_of_kept_scores(cuda):
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-4, rtol=1e-4)
     assert (lse[0, :, :100] == float("-inf")).all()
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_gradients_are_those_of_dense_attention_under_the_mask(cuda, padded):
-    attention_mask = padding(600, ("left", 90)) if padded else None
-    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=attention_mask)
-    keep = it.to(cuda).search().keep
-    tensors = [x.to(cuda).requires_grad_() for x in (it.query, it.key, it.value)]
-    moved = None if attention_mask is None else attention_mask.to(cuda)
-    out = sparse_attention(*tensors, **it.config.call, dense_below=0, attention_mask=moved, backend="triton")
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4))
-    (out * weights.to(cuda)).sum().backward()
-    exact = [x.double().requires_grad_() for x in (it.query, it.key, it.value)]
-    expected, _ = masked_attention(*exact, expanded(keep, it))
-    (expected * weights).sum().backward()
-    assert_same_attention(out.detach(), expected.detach())
-    torch.testing.assert_close([x.grad.cpu().double() for x in tensors], [x.grad for x in exact], atol=1e-4, rtol=1e-3)
 
 
 OPTIONS = {"gamma": 0.8, "tau": 0.2, "block_size": 64, "min_budget": 64}

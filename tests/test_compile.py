@@ -119,8 +119,6 @@ EXPORTED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 class Module(torch.nn.Module):
-    """A call as `torch.export` takes it."""
-
     def __init__(self, call: Callable[..., Any], **options: Any) -> None:
         super().__init__()
         self.call, self.options = call, options

@@ -3,13 +3,11 @@
 import ast
 import graphlib
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests.repository import ROOT, SIDE_FOLDERS
+from tests.repository import ROOT, SIDE_FOLDERS, python
 
 INDEX = "flexmask"
 # a folder or module imports from those before it only
@@ -142,15 +140,9 @@ print(json.dumps({
 """
 
 
-def printed(*arguments: str) -> str:
-    run = subprocess.run([sys.executable, "-c", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
 @pytest.mark.parametrize("blocked", [(*NOT_NEEDED, "triton"), ()], ids=["torch alone", "as installed"])
 def test_import_needs_torch_alone_and_changes_nothing(blocked):
-    seen = json.loads(printed(WATCH, json.dumps(blocked)).splitlines()[-1])
+    seen = json.loads(python("-c", WATCH, json.dumps(blocked)).splitlines()[-1])
     assert seen["changed"] == [] and "flexmask" in seen["loaded"]
     assert set(seen["loaded"]) <= {"flexmask", "triton"} - set(blocked)
 
@@ -161,7 +153,7 @@ def test_torch_waits_until_it_is_needed(module):
     if module != "flexmask":
         pytest.importorskip("typer")
     code = f"import sys, {module}; print('torch' in sys.modules)"
-    assert printed(code) == "False\n"
+    assert python("-c", code) == "False\n"
 
 
 @pytest.mark.parametrize(
@@ -173,4 +165,4 @@ def test_torch_waits_until_it_is_needed(module):
     ],
 )
 def test_the_table_of_methods_is_whole_whatever_is_imported_first(code):
-    assert printed(code) == "True\n"
+    assert python("-c", code) == "True\n"

@@ -1,5 +1,6 @@
 """The decorator `method`: a function that keeps blocks becomes a mask generator in METHODS."""
 
+import functools
 import inspect
 
 import pytest
@@ -36,30 +37,18 @@ def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
 CHUNK = {"q_offset": torch.tensor([5, 37]), "window": 70, "attention_mask": torch.arange(110)[None] >= torch.tensor([[0], [20]])}
 
 
-def inputs_of_a_chunk() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(2, 4, 70, 16), torch.randn(2, 2, 110, 16)
-
-
-def test_own_blocks_are_kept_though_the_method_keeps_nothing():
-    query, key = inputs_of_a_chunk()
-    mask = nothing_mask(query, key, block_size=16, **CHUNK)
-    assert mask.shape[:2] == (2, 1)
+@pytest.mark.parametrize("n", [0, 1, 2, 3])
+def test_keeps_own_blocks_and_what_the_method_keeps_of_what_is_visible(n):
+    query, key = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 110, 16)
+    make, heads = (functools.partial(every_nth_mask, n=n), 4) if n else (nothing_mask, 1)
+    mask = make(query, key, block_size=16, **CHUNK)
+    assert mask.shape[:2] == (2, heads)
     assert_honest(mask, (70, 110))
-    pairs = seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], 70)
+    pairs = seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], CHUNK["window"])
     position = CHUNK["q_offset"][:, None] + torch.arange(70)
     own = torch.arange(110) // 16 == (position // 16)[:, :, None]
-    assert torch.equal(mask.to_dense()[:, 0].bool(), by_block(pairs, 16) & by_block(own, 16))
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_keeps_what_the_method_keeps_of_what_is_visible(n):
-    query, key = inputs_of_a_chunk()
-    mask = every_nth_mask(query, key, block_size=16, n=n, **CHUNK)
-    assert mask.shape[:2] == (2, 4)
-    assert_honest(mask, (70, 110))
-    own = nothing_mask(query, key, block_size=16, **CHUNK).to_dense().bool()
-    visible = by_block(seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], 70), 16)[:, None]
-    chosen = (torch.arange(7) + torch.arange(4)[:, None]) % n == 0
+    visible, own = (by_block(x, 16)[:, None] for x in (pairs, own))
+    chosen = (torch.arange(7) + torch.arange(heads)[:, None]) % n == 0 if n else torch.zeros(1, 7, dtype=torch.bool)
     assert torch.equal(mask.to_dense().bool(), visible & (chosen[None, :, None] | own))
 
 

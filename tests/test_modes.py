@@ -40,8 +40,6 @@ def expected():
 
 
 class LoggingMode(TorchDispatchMode):
-    """Sees every operator."""
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
 

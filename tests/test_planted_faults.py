@@ -21,14 +21,9 @@ from tests.expected import by_block, expanded, masked_attention, visible_pairs
 BLOCK = 16
 
 
-def case():
-    """Heads of both kinds that drop blocks: whole, unpadded."""
-    generator = torch.Generator().manual_seed(18)
-    query, key = structured_inputs(generator, 1, 4, 2, 200, 200, 32)
-    return Case(query, key, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
-
-
-CASE = case()
+# heads of both kinds that drop blocks: whole, unpadded
+INPUTS = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
+CASE = Case(*INPUTS, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
 RESULT = CASE.search()
 EXPECTED = CASE.reference()
 VISIBLE = by_block(visible_pairs(CASE), BLOCK).expand_as(RESULT.keep[0])

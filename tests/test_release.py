@@ -10,12 +10,17 @@ def text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+# releases by package: pinned, the oldest and the newest that are tried, and the least that may be installed
+PINS = dict(re.findall(r"^([\w-]+)==([\d.]+)", text("constraints.txt"), re.MULTILINE))
+OLDEST = dict(re.findall(r'releases\("(\w+)", "([\d.]+)"', text("noxfile.py")))
+NEWER = dict(re.findall(r'releases\("(\w+)".*newer=\("([\d.]+)"', text("noxfile.py")))
+LEAST = dict(re.findall(r'"(torch|transformers)>=([\d.]+)', text("pyproject.toml")))
+
+
 def test_the_workflow_runs_the_oldest_and_newest_releases():
     named = set(re.findall(r'"(torch|transformers)\(([\d.]+)\)"', text(".github/workflows/ci.yml")))
-    pins = re.findall(r"^(torch|transformers)==([\d.]+)", text("constraints.txt"), re.MULTILINE)
-    oldest = re.findall(r'releases\("(torch|transformers)", "([\d.]+)"', text("noxfile.py"))
-    newer = re.findall(r'releases\("(torch|transformers)".*newer=\("([\d.]+)"', text("noxfile.py"))
-    assert newer and named == {*pins, *oldest, *newer}
+    assert NEWER and OLDEST.keys() == LEAST.keys() == {"torch", "transformers"}
+    assert named == {*OLDEST.items(), *NEWER.items(), *((name, PINS[name]) for name in OLDEST)}
 
 
 def test_version_is_the_same_everywhere():
@@ -26,10 +31,8 @@ def test_version_is_the_same_everywhere():
 def test_table_of_versions_names_the_pins_and_the_oldest():
     table = text("docs/versions.md")
     for package in ("torch", "transformers", "triton"):
-        pin = re.search(rf"^{package}==([\d.]+)", text("constraints.txt"), re.MULTILINE).group(1)
-        assert re.search(rf"^\| {package} \|.*\b{re.escape(pin)}\b", table, re.MULTILINE), package
-    for package in ("torch", "transformers"):
-        assert re.search(rf'"{package}>=([\d.]+)', text("pyproject.toml")).group(1) in table
+        assert re.search(rf"^\| {package} \|.*\b{re.escape(PINS[package])}\b", table, re.MULTILINE), package
+    assert all(least in table for least in LEAST.values())
 
 
 def test_extras_install_the_releases_of_transformers_that_the_adapter_serves():
@@ -40,12 +43,8 @@ def test_extras_install_the_releases_of_transformers_that_the_adapter_serves():
 
 
 def test_badges_name_the_versions():
-    project = text("pyproject.toml")
-    pins = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", text("constraints.txt"), re.MULTILINE))
-    newer = dict(re.findall(r'releases\("(\w+)".*newer=\("(\d+\.\d+)', text("noxfile.py")))
-    least = {name: re.search(rf"{name}>=([\d.]+)", project) for name in ("torch", "transformers")}
-    for name, found in least.items():
-        assert found is not None
-        assert f"{name}: {found[1]} to {newer.get(name, pins[name])}<" in text(f"docs/badges/{name}.svg")
-    python = re.search(r'requires-python = ">=([\d.]+)"', project)
-    assert python is not None and f"python: {python[1]}+<" in text("docs/badges/python.svg")
+    for name, least in LEAST.items():
+        newest = re.match(r"\d+\.\d+", NEWER.get(name, PINS[name]))[0]
+        assert f"{name}: {least} to {newest}<" in text(f"docs/badges/{name}.svg")
+    python = re.search(r'requires-python = ">=([\d.]+)"', text("pyproject.toml"))[1]
+    assert f"python: {python}+<" in text("docs/badges/python.svg")

@@ -45,7 +45,7 @@ def attend(mask: object, method: Any = None, **options: Any) -> Any:
 
 
 COUNTS, INDICES = counts(1, 1, BLOCKS), torch.arange(BLOCKS, dtype=torch.int32).expand(1, 1, BLOCKS, BLOCKS).contiguous()
-FEWER = INDICES[:, :, :6]
+FEWER, ODD = INDICES[:, :, :6], (counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1))
 
 
 def of_heads(batch: int, heads: int) -> BlockMask:
@@ -58,16 +58,12 @@ def with_mask_mod(mask_mod: Any) -> BlockMask:
     return mask
 
 
-def odd_full_lists() -> BlockMask:
-    return made_of(COUNTS, INDICES, counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1))
-
-
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: None, TypeError, "a BlockMask; got NoneType"),
     (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
     (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
     (lambda: made_of(COUNTS, FEWER), ValueError, "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)"),
-    (odd_full_lists, ValueError, "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)"),
+    (lambda: made_of(COUNTS, INDICES, *ODD), ValueError, "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)"),
     (lambda: made_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
     (lambda: made_of(COUNTS, INDICES, size=32), ValueError, "in blocks of 16 tokens, as it is told to; got (32, 32)"),
     (lambda: with_mask_mod(None), TypeError, "a mask with a mask_mod that can be called; got NoneType"),
@@ -168,16 +164,13 @@ def test_a_sliced_mask_serves_with_its_mask_mod_set_again():
 @pytest.mark.attention
 def test_a_mask_of_create_block_mask_that_sees_the_future_is_causal():
     def both_ways(query, key, *, block_size, **given):
-        mod = functools.partial(_near, reach=40)  # which has no __name__
+        # which has no __name__
+        mod = functools.partial(lambda b, h, q_idx, kv_idx, reach: (q_idx - kv_idx).abs() <= reach, reach=40)
         return create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
 
     index = torch.arange(LENGTH)
     near = (index[:, None] - index).abs() <= 40
     assert_same_attention(attend(None, both_ways, **PADDED), expected(near[None, None]))
-
-
-def _near(b, h, q_idx, kv_idx, reach):
-    return (q_idx - kv_idx).abs() <= reach
 
 
 @pytest.mark.attention
@@ -242,19 +235,17 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize(("make", "kind"), [*((make, int) for make in CAPTURED), *((make, float) for make in (in_closure, Near))])
-def test_a_captured_number_may_change_with_the_length(make, kind):
-    for length in (60, 90, 120):
-        attend_near(make, kind(length // 3), length)
-
-
-@pytest.mark.attention
 @pytest.mark.parametrize(
-    ("reaches", "lengths"),
-    [((41, 42.5, 43), (LENGTH,) * 3), ((33,) * 3, (60, 75, 90))],  # which no other test captures
-    ids=["others", "one at other lengths"],
+    ("make", "reaches", "lengths"),
+    [
+        *((make, (20, 30, 40), (60, 90, 120)) for make in CAPTURED),
+        *((make, (20.0, 30.0, 40.0), (60, 90, 120)) for make in (in_closure, Near)),
+        # which no other test captures
+        (in_closure, (41, 42.5, 43), (LENGTH,) * 3),
+        (in_closure, (33,) * 3, (60, 75, 90)),
+    ],
 )
-def test_captured_numbers_have_no_limit_of_recompilations(reaches, lengths):
+def test_captured_numbers_may_change_without_a_limit_of_recompilations(make, reaches, lengths):
     with recompilations(2):
         for reach, length in zip(reaches, lengths, strict=True):
-            attend_near(in_closure, reach, length)
+            attend_near(make, reach, length)

@@ -74,13 +74,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 OPTIONS = {name: {k: v for k, v in {**SPARSE, **own}.items() if name != "hybrid" or k != "tau"} for name, own in VARIANTS.items()}
 # those that compile nothing of their own
 CHEAP = {"plain", "hybrid"}
+SPARSELY = [pytest.mark.attention]
 
 
-@pytest.mark.attention
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name not in CHEAP else name for name in VARIANTS])
-def test_each_sequence_gets_what_it_gets_alone(name):
+@pytest.mark.parametrize(
+    ("name", "below"),
+    [
+        *(pytest.param(name, LONG, marks=SPARSELY if name in CHEAP else [*SPARSELY, pytest.mark.slow]) for name in VARIANTS),
+        *((name, 10**6) for name in VARIANTS),
+    ],
+)
+def test_each_sequence_gets_what_it_gets_alone(name, below):
     inputs, q_bounds, k_bounds = pack()
-    keywords = {**OPTIONS[name], "dense_below": LONG, "return_stats": True}
+    keywords = {**OPTIONS[name], "dense_below": below, "return_stats": True}
     with torch.no_grad():
         expected = alone(inputs, q_bounds, k_bounds, **keywords)
         out, stats = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **keywords)
@@ -94,17 +100,7 @@ def test_each_sequence_gets_what_it_gets_alone(name):
         assert_close(out[rows].transpose(0, 1)[None], twin[0])
         assert_same_stats(stats[number], twin[1])
         sparse += not twin[1].dense and bool((twin[1].density < 1).any())
-    assert sparse == 3
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_dense_sequences_get_what_they_get_alone(name):
-    inputs, q_bounds, k_bounds = pack()
-    keywords = {**OPTIONS[name], "dense_below": 10**6, "return_stats": True}
-    out, stats = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **keywords)
-    expected = [x[0] for x in alone(inputs, q_bounds, k_bounds, **keywords) if x is not None]
-    assert_close(out, torch.cat(expected, 2)[0].transpose(0, 1))
-    assert all(each.dense for each in stats)
+    assert sparse == (3 if below == LONG else 0)
 
 
 @pytest.mark.attention
@@ -159,12 +155,13 @@ def test_on_a_gpu_as_alone(cuda, what):
                 flexprefill_attention_varlen(*inputs, *on_device, **keywords)
 
 
-def test_lengths_come_in_every_form():
+def test_lengths_come_in_every_form_beside_bounds_of_the_longest():
     inputs, q_bounds, k_bounds = pack()
     expected = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds)
     for form in (tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)):
         given = (form(q_bounds), form(k_bounds))
-        assert torch.equal(flexprefill_attention_varlen(*inputs, *given, max(Q_LENS), max(K_LENS)), expected)
+        for longest in ((max(Q_LENS), max(K_LENS)), (10**6, 2**70)):
+            assert torch.equal(flexprefill_attention_varlen(*inputs, *given, *longest), expected)
 
 
 def test_log_sum_exp_has_flash_attns_layout():
@@ -234,6 +231,10 @@ BOUNDS_REFUSED: list[tuple[Any, type[Exception], str]] = [
     (META, ValueError, r"cu_seqlens_q must hold values; got a tensor on the meta device"),
     (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
 ]
+NO_ROWS, NO_KEYS = (
+    {"query": torch.empty(0, 4, 16), "cu_seqlens_q": [0, 0]},
+    dict.fromkeys(("key", "value"), torch.empty(0, 2, 16)),
+)
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"cu_seqlens_q": bounds}, error, message) for bounds, error, message in BOUNDS_REFUSED),
     *(
@@ -245,6 +246,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         for q in ([0, 30, 50], torch.tensor([0, 30, 50]))
     ),
     ({"query": torch.randn(1, 50, 4, 16)}, ValueError, r"query must be \(total_q, num_heads, head_dim\); got shape"),
+    ({**NO_ROWS, "cu_seqlens_k": [0, 60]}, ValueError, r"^query must not be empty; got shape \(0, 4, 16\)$"),
+    ({**NO_ROWS, **NO_KEYS, "cu_seqlens_k": [0, 0]}, ValueError, r"^query must not be empty; got shape \(0, 4, 16\)$"),
     ({"key": [1]}, TypeError, r"key must be a tensor \(total_k"),
     ({"value": torch.randn(50, 2, 16)}, ValueError, r"value must have key's total_k and num_kv_heads \(60, 2\); got \(50, 2\)"),
     ({"key": torch.randn(60, 2, 16).half()}, TypeError, r"key must have query's dtype"),
@@ -268,17 +271,3 @@ def right() -> dict[str, Any]:
 def test_wrong_arguments_are_refused_by_name(changes, error, message):
     with pytest.raises(error, match=message):
         sparse_attention_varlen(**{**right(), **changes})
-
-
-@pytest.mark.parametrize("keys", [0, 60])
-def test_a_pack_without_rows_is_refused(keys):
-    query, key = torch.randn(0, 4, 16), torch.randn(keys, 2, 16)
-    with pytest.raises(ValueError, match=r"^query must not be empty; got shape \(0, 4, 16\)$"):
-        sparse_attention_varlen(query, key, key, [0, 0], [0, keys])
-
-
-@pytest.mark.parametrize("most", [30, 31, 60, 10**6, 2**70])
-def test_longest_sequences_are_upper_bounds(most):
-    given = right()
-    out = sparse_attention_varlen(**given, max_seqlen_q=most, max_seqlen_k=most)
-    assert torch.equal(out, sparse_attention_varlen(**given))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import flexmask
-from tests.repository import ROOT, SIDE_FOLDERS
+from tests.repository import ROOT, SIDE_FOLDERS, python
 
 pytest.importorskip("setuptools", minversion="77", reason="builds with the environment's setuptools")
 
@@ -60,11 +60,7 @@ def source(tmp_path_factory):
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BUILD, kind, str(out)], cwd=source, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    return out / run.stdout.splitlines()[-1]
+    return out / python("-W", "ignore", "-c", BUILD, kind, str(out), path=source).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +96,6 @@ def test_sdist_holds_no_trained_model(sdist):
         names = archive.getnames()
     assert any(name.endswith("/flexmask/__init__.py") for name in names)
     assert not [name for name in names if "/bench" in name or name.endswith(".safetensors")]
-
-
-def python(*arguments: str, path: Path, executable: str = sys.executable) -> str:
-    """Run Python outside of the checkout, with `path` first; returns what it prints."""
-    surroundings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    surroundings["PYTHONPATH"] = str(path)
-    run = subprocess.run([executable, *arguments], cwd=path, env=surroundings, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
 
 
 def test_package_works_from_the_wheel_alone(wheel, tmp_path):

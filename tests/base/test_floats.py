@@ -12,8 +12,6 @@ from tests.comparisons import compare_drawn
 
 
 class NoFloat64(TorchDispatchMode):
-    """A device without float64."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:

@@ -47,6 +47,16 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
+def config(folder, tmp_path):
+    """A folder of a config of three layers."""
+    path = tmp_path / "config"
+    path.mkdir()
+    saved = json.loads((folder / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(saved | {"num_hidden_layers": 3}))
+    return path
+
+
+@pytest.fixture
 def prompt(tmp_path):
     """A file of 530 words."""
     path = tmp_path / "prompt.txt"

@@ -122,10 +122,8 @@ def test_flash_is_listed_only_where_it_can_run(flexmask, monkeypatch):
     assert "FLASH" not in flexmask("doctor", "--device", "cpu").stderr
 
 
-def test_layers_are_planned_from_the_config(flexmask, folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    words = ("doctor", "--skip-self-test", "--model", tmp_path, "--device", "cpu", "--option", "dense_layers=[1]")
+def test_layers_are_planned_from_the_config(flexmask, config):
+    words = ("doctor", "--skip-self-test", "--model", config, "--device", "cpu", "--option", "dense_layers=[1]")
     found = flexmask(*words, "--json").json
     assert [(each["plan"], each["reason"]) for each in found["layers"]] == [
         ("sparse", ""),

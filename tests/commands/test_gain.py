@@ -1,6 +1,5 @@
 """`flexmask gain` on a tiny random model; never the times."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -8,20 +7,17 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig
+
 import flexmask.commands.gain as command
+from flexmask import sparse_prefill
+from flexmask.commands.gain_model import weights_per_token
+from flexmask.commands.gain_times import Times, random_times
+from flexmask.commands.loading import token_ids
 from flexmask.commands.output import Output
+from flexmask.settings import PrefillSettings
 
 SPARSE = ("--dense-below", "0", "--option", "block_size=32", "--min-budget", "0", "--device", "cpu")
-
-
-@pytest.fixture
-def config(folder, tmp_path):
-    """A folder of a config of three layers."""
-    path = tmp_path / "config"
-    path.mkdir()
-    saved = json.loads((folder / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(saved | {"num_hidden_layers": 3}))
-    return path
 
 
 def check_times(row):
@@ -63,22 +59,15 @@ def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
     assert (row["tokens"], row["layers"], row["reasons"]) == (530, {"sparse": 2}, {})
     check_times(row)
     # those of a run of its own
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import flexmask as package
-    from flexmask.commands.loading import token_ids
-
-    model, ids = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        token_ids(AutoTokenizer.from_pretrained(folder), prompt.read_text()),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = token_ids(AutoTokenizer.from_pretrained(folder), prompt.read_text())
 
     def log_probs():
         with torch.no_grad():
             return model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
 
     dense = log_probs()
-    with package.sparse_prefill(model, gamma=0.6, dense_below=0, block_size=32, min_budget=0) as run:
+    with sparse_prefill(model, gamma=0.6, dense_below=0, block_size=32, min_budget=0) as run:
         change = log_probs() - dense
         sparse_tokens = model.generate(ids, max_new_tokens=3, do_sample=False)[0, 530:].tolist()
     answers = found["answers"]
@@ -130,8 +119,6 @@ def test_verdict_is_nothing_where_the_first_token_comes_hardly_sooner(ratios, sa
 
 
 def test_one_slow_run_gives_no_verdict(capsys):
-    from flexmask.commands.gain_times import Times
-
     times = Times(1)
     times.add([4.0, 4.1, 4.0], [0.5, 2.7, 0.5], [1.5, 1.5, 1.5])
     times.density[:] = 0.2
@@ -167,10 +154,6 @@ def test_a_line_to_paste_switches_it_on(settings, file, of_config, call):
 
 
 def test_weights_per_token_are_the_matrices_of_the_layers():
-    from transformers import LlamaConfig, MixtralConfig
-
-    from flexmask.commands.gain_model import weights_per_token
-
     sizes = {"vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
     attention, mlp = 8 * 8 * 2 + 2 * 4 * 8, 3 * 8 * 16
@@ -180,9 +163,6 @@ def test_weights_per_token_are_the_matrices_of_the_layers():
 
 
 def test_few_heads_are_timed_where_dense_attention_is_slow():
-    from flexmask.commands.gain_times import random_times
-    from flexmask.settings import PrefillSettings
-
     settings = PrefillSettings(gamma=[0.5, 0.9, 0.9, 0.9], block_size=32, dense_below=0)
     slow, fast = (random_times((4, 4, 16, None), 64, (), settings, speed, torch.zeros(())) for speed in (1.0, 1e9))
     assert (slow.share, slow.selection.tolist(), len(slow.density)) == (0.25, [0.0] * 3, 0)

@@ -97,7 +97,6 @@ def test_flashinfer_serves_one_prompt_of_many_merges_heads_and_shares_a_map():
 
 
 def test_methods_masks_are_exported():
-    torch.manual_seed(0)
     query, key = 3 * torch.randn(1, 4, 100, 16), 3 * torch.randn(1, 2, 130, 16)
     mask = flexprefill_mask(query, key, gamma=0.5, block_size=16, min_budget=0)
     assert to_block_map(mask).sum() < to_block_map(causal_mask(query, key, block_size=16)).expand(1, 4, -1, -1).sum()
@@ -146,28 +145,17 @@ def test_maps_and_lists_read_no_value():
             to_flashinfer(mask, 1)
 
 
-def outcomes(kernel, head_dim):
+ON_GPU = [pytest.param("flashinfer", f"flashinfer-{name}", 128, marks=pytest.mark.slow) for name in ("fa3", "fa2")]
+ON_GPU += [pytest.param("flash_attn.cute", "flash-attn-4", head_dim) for head_dim in (64, 128, 256)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("package", "kernel", "head_dim"), ON_GPU)
+def test_kernels_compute_the_kept_pairs_and_planted_faults_are_caught(package, kernel, head_dim):
+    pytest.importorskip(package)
     from bench.speed import export_kernels
 
-    return {row["what"]: str(row["value"]) for row in export_kernels.checks([kernel], [head_dim])}
-
-
-def assert_right_and_caught(found, kernel):
-    assert found[kernel].startswith("right"), found
+    found = {row["what"]: str(row["value"]) for row in export_kernels.checks([kernel], [head_dim])}
     planted = {name: outcome for name, outcome in found.items() if name != kernel}
+    assert found[kernel].startswith("right"), found
     assert len(planted) == 2 and all(outcome.startswith("caught") for outcome in planted.values()), found
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["fa3", "fa2"])
-def test_flashinfer_computes_the_kept_pairs(backend):
-    pytest.importorskip("flashinfer")
-    assert_right_and_caught(outcomes(f"flashinfer-{backend}", 128), f"flashinfer-{backend}")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_flash_attn_computes_the_kept_pairs(head_dim):
-    pytest.importorskip("flash_attn.cute")
-    assert_right_and_caught(outcomes("flash-attn-4", head_dim), "flash-attn-4")

@@ -1,12 +1,11 @@
 """Other selectors' maps and lists as masks, and what is refused."""
 
-import functools
+from functools import partial
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask
 
-from flexmask import sparse_attention
 from flexmask.export import from_block_map, from_index_list, to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
 from tests.comparisons import dense_map
 from tests.compile_support import assert_same_lists
@@ -29,19 +28,6 @@ def test_lists_in_any_order_come_back(shape):
     place, last = torch.arange(indices.shape[-1]), counts[..., None] - 1
     backwards = indices.gather(-1, torch.where(place <= last, last - place, place))
     assert_same_lists(from_index_list(backwards, counts, *shape[:2], block_size=shape[2]), case.mask)
-
-
-def test_an_imported_mask_serves_as_a_method():
-    case = drawn((96, 96, 32), heads=2)
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 96, 16).unbind(0)
-
-    def theirs(query, key, *, block_size, window=None, attention_mask=None, q_offset=None):
-        return case.mask
-
-    found = sparse_attention(query, key, value, theirs, block_size=32, dense_below=0)
-    weights = (query @ key.transpose(-1, -2) / 4).masked_fill(~case.pairs, float("-inf")).softmax(-1)
-    torch.testing.assert_close(found, weights @ value)
 
 
 KEPT = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]
@@ -90,36 +76,34 @@ def test_wrong_lists_are_refused(indices, counts, words):
         from_index_list(torch.tensor([[indices]]), torch.tensor([[counts]]), 96, 96, block_size=32)
 
 
-def test_what_a_kernel_cannot_express_is_refused():
-    shape = (129, 129, 32)
-    for geometry, what in (({"window": 20}, "window"), ({"padded": True}, "padding")):
-        with pytest.raises(NotImplementedError, match=f"the mask has {what}"):
-            to_flashinfer(drawn(shape, **geometry).mask, 3)
-    mask = drawn(shape, batch=2).mask
-    with pytest.raises(ValueError, match="which of the mask's 2 prompts"):
-        to_flashinfer(mask, 3)
-    with pytest.raises(ValueError, match="row must be from 0 to 1; got 2"):
-        to_flashinfer(mask, 3, row=2)
-    mask = drawn(shape, heads=4).mask
-    with pytest.raises(ValueError, match="4 heads for 2: pass merge_heads=True"):
-        to_flashinfer(mask, 2)
-    with pytest.raises(ValueError, match="num_kv_heads must divide"):
-        to_flashinfer(mask, 3)
-    with pytest.raises(ValueError, match="head must be from 0 to 3; got 4"):
-        to_bsr(mask, head=4)
-    with pytest.raises(ValueError, match="kv_tile must divide the mask's block size 32; got 24"):
-        to_flash_attn(mask, kv_tile=24)
-    with pytest.raises(TypeError, match=r"dtype must be one of .*; got torch\.float32"):
-        to_block_map(mask, dtype=torch.float32)
-    mask.mask_mod = lambda b, h, q, k: k > 5
-    for export in (functools.partial(to_flashinfer, num_kv_heads=4), functools.partial(to_bsr, with_pairs=True)):
-        with pytest.raises(NotImplementedError, match="unchanged"):
-            export(mask)
-
-
 @pytest.mark.parametrize(
-    "export", [to_block_map, to_index_list, to_flash_attn, functools.partial(to_flashinfer, num_kv_heads=1), to_bsr]
+    ("geometry", "export", "options", "error", "words"),
+    [
+        ({"window": 20}, to_flashinfer, {"num_kv_heads": 3}, NotImplementedError, "the mask has window"),
+        ({"padded": True}, to_flashinfer, {"num_kv_heads": 3}, NotImplementedError, "the mask has padding"),
+        ({"batch": 2}, to_flashinfer, {"num_kv_heads": 3}, ValueError, "which of the mask's 2 prompts"),
+        ({"batch": 2}, to_flashinfer, {"num_kv_heads": 3, "row": 2}, ValueError, "row must be from 0 to 1; got 2"),
+        ({"heads": 4}, to_flashinfer, {"num_kv_heads": 2}, ValueError, "4 heads for 2: pass merge_heads=True"),
+        ({"heads": 4}, to_flashinfer, {"num_kv_heads": 3}, ValueError, "num_kv_heads must divide"),
+        ({"heads": 4}, to_bsr, {"head": 4}, ValueError, "head must be from 0 to 3; got 4"),
+        ({}, to_flash_attn, {"kv_tile": 24}, ValueError, "kv_tile must divide the mask's block size 32; got 24"),
+        ({}, to_block_map, {"dtype": torch.float32}, TypeError, r"dtype must be one of .*; got torch\.float32"),
+    ],
 )
+def test_what_a_kernel_cannot_express_is_refused(geometry, export, options, error, words):
+    with pytest.raises(error, match=words):
+        export(drawn((129, 129, 32), **geometry).mask, **options)
+
+
+@pytest.mark.parametrize(("export", "options"), [(to_flashinfer, {"num_kv_heads": 3}), (to_bsr, {"with_pairs": True})])
+def test_a_mask_with_another_mask_mod_is_refused(export, options):
+    mask = drawn((129, 129, 32)).mask
+    mask.mask_mod = lambda b, h, q, k: k > 5
+    with pytest.raises(NotImplementedError, match="unchanged"):
+        export(mask, **options)
+
+
+@pytest.mark.parametrize("export", [to_block_map, to_index_list, to_flash_attn, partial(to_flashinfer, num_kv_heads=1), to_bsr])
 def test_only_masks_are_exported(export):
     with pytest.raises(TypeError, match="mask must be a BlockMask; got Tensor"):
         export(torch.zeros(1, 1, 2, 2))

@@ -1,7 +1,6 @@
 """Groups of heads: every head once, within the limit, same results; memory of a mask."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 from flexmask import flexprefill_mask, hybrid_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
-from tests.attention_calls import CPP_ERROR, flexprefill_attention
+from tests.attention_calls import CPP_ERROR, SINKS, flexprefill_attention
 from tests.cases import structured_inputs
+from tests.repository import python
 
 
 def head_bytes(inputs, named="flexprefill", block_size=16, **options):
@@ -44,7 +44,7 @@ def test_groups_give_what_all_heads_give(at_once):
     query, key = structured_inputs(torch.Generator().manual_seed(1), 2, 4, 2, 300, 330, 32, 5.0)
     value = torch.randn(2, 2, 330, 32)
     options = {"gamma": 0.6, "block_size": 32, "min_budget": 0, "dense_below": 0, "return_stats": True}
-    options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30])}
+    options |= {"attention_mask": torch.rand(2, 330) < 0.9, "q_offset": torch.tensor([3, 30]), "sinks": SINKS}
     inputs = attention_inputs(query, key, attention_mask=options["attention_mask"], q_offset=options["q_offset"])
     one_head = head_bytes(inputs, block_size=32)
     with torch.no_grad():
@@ -131,8 +131,7 @@ def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
     # the least of up to three processes: torch's set-up counts as resident memory too
     peaks = []
     for _ in range(3):
-        run = subprocess.run([sys.executable, "-c", MEASURED, json.dumps(problem)], capture_output=True, text=True, check=True)
-        peak, counted = json.loads(run.stdout)
+        peak, counted = json.loads(python("-c", MEASURED, json.dumps(problem)))
         peaks.append(peak)
         if peak < 1.05 * counted:
             break

@@ -1,10 +1,10 @@
-"""Attention with sinks, one more logit per head, on every path."""
+"""Attention with sinks, one more logit per head, on every path; gradients with and without."""
 
 import pytest
 import torch
 
 from flexmask.flex.run import with_sinks
-from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, call, flexprefill_attention
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, assert_same_gradients, call, padding
 from tests.comparisons import assert_same_attention
 
 
@@ -41,14 +41,6 @@ def test_sinks_are_one_more_logit(name, device):
         assert_same_attention(out, it.under(keep)[0])
 
 
-@pytest.mark.attention
-@CPP_ERROR
-def test_sinks_go_with_their_heads_through_head_groups():
-    it = call(**VARIANTS["everything"])
-    expected = it.attend(sinks=SINKS)
-    torch.testing.assert_close(it.attend(sinks=SINKS, max_mask_bytes=1), expected, atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("rows", [1, 170])
 def test_dense_path_has_sinks(rows):
     it = call(**VARIANTS["everything"])
@@ -57,34 +49,22 @@ def test_dense_path_has_sinks(rows):
     assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), it.under(keep, SINKS)[0])
 
 
-@pytest.mark.parametrize("others_too", [True, False], ids=["of all", "of sinks"])
+INPUTS = ("query", "key", "value")
+wanted = pytest.mark.parametrize("wanted", [(*INPUTS, "sinks"), ("sinks",), INPUTS], ids=["of all", "of sinks", "without sinks"])
+
+
+@wanted
 @pytest.mark.parametrize("name", ["groups", "everything"])
-def test_gradients_reach_sinks_on_the_dense_path(name, others_too):
-    it = call(**VARIANTS[name])
-    batch, num_heads, q_len, _ = it.query.shape
-    weights = torch.randn(batch, num_heads, q_len, it.value.shape[3])
-    keep = torch.ones(batch, num_heads, -(-q_len // 16), -(-it.key.shape[2] // 16), dtype=torch.bool)
-    exact = SINKS.double().requires_grad_()
-    (it.under(keep, exact)[0] * weights).sum().backward()
-    tensors = [x.requires_grad_(others_too) for x in (it.query, it.key, it.value)]
-    sinks = SINKS.clone().requires_grad_()
-    out = flexprefill_attention(*tensors, **it.config.call, sinks=sinks, dense_below=1000, **it.keywords())
-    (out * weights).sum().backward()
-    torch.testing.assert_close(sinks.grad.double(), exact.grad, atol=1e-4, rtol=1e-4)
-    assert sinks.grad.abs().min() > 1e-3 and all((x.grad is not None) == others_too for x in tensors)
+def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
+    it, sinks = call(**VARIANTS[name]), SINKS if "sinks" in wanted else None
+    assert_same_gradients(it, torch.ones_like(it.search().keep), wanted, sinks=sinks, dense_below=1000)
 
 
 @pytest.mark.attention
 @pytest.mark.gpu
-def test_gradients_reach_sinks(cuda):
-    it = call(q_len=600, block_size=64, head_dims=(64, 64))
-    keep = it.to(cuda).search().keep
-    weights = torch.randn(1, 4, 600, 64, generator=torch.Generator().manual_seed(4))
-    exact = SINKS.double().requires_grad_()
-    (it.under(keep, exact)[0] * weights).sum().backward()
-    for others_too in (True, False):
-        tensors = [x.to(cuda).requires_grad_(others_too) for x in (it.query, it.key, it.value)]
-        sinks = SINKS.to(cuda).requires_grad_()
-        out = flexprefill_attention(*tensors, **it.config.call, dense_below=0, sinks=sinks, backend="triton")
-        (out * weights.to(cuda)).sum().backward()
-        torch.testing.assert_close(sinks.grad.cpu().double(), exact.grad, atol=1e-3, rtol=1e-3)
+@wanted
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_gradients_of_the_sparse_kernel_and_of_sinks(cuda, wanted, padded):
+    mask, sinks = padding(600, ("left", 90)) if padded else None, SINKS if "sinks" in wanted else None
+    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=mask)
+    assert_same_gradients(it, it.to(cuda).search().keep, wanted, cuda, sinks, dense_below=0, backend="triton")

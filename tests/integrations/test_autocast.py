@@ -74,7 +74,6 @@ def test_prompts_that_keep_every_block_are_those_of_the_model(family, prompt):
 
 @pytest.mark.parametrize("head_dim", [8, 640])
 def test_head_sizes_without_a_mask_are_served(head_dim, prompt):
-    torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": head_dim})).eval()
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     with torch.autocast("cpu", torch.bfloat16):

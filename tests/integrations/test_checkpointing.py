@@ -74,9 +74,6 @@ def test_a_layer_runs_again_under_the_block_of_its_forward(how, model, prompt):
     assert model.lm_head.weight.grad is not None
 
 
-# Masks that somebody kept
-
-
 def kept_mask(model, prompt):
     masks = []
     hook = model.model.layers[0].self_attn.register_forward_pre_hook(

@@ -36,14 +36,10 @@ def _fresh_process(monkeypatch):
         yield
 
 
-def with_less_value(module, query, value):
+def given(function, module, query, key, value, *args, **kwargs):
     """What a wrapper does: keyed on an attribute of the layer, as kvpress's."""
     CALLS.append((module.layer_idx, query.shape[2]))
-    return value * getattr(module, "value_share", 1.0)
-
-
-def given(function, module, query, key, value, *args, **kwargs):
-    return function(module, query, key, with_less_value(module, query, value), *args, **kwargs)
+    return function(module, query, key, value * getattr(module, "value_share", 1.0), *args, **kwargs)
 
 
 def closure(function):

@@ -10,8 +10,8 @@ import transformers
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.block_masks.positions import causal_mask
 from flexmask.integrations.huggingface.compat import group_function
-from tests.integrations.common import LENGTH, RELEASE, SPARSE, make_model, padded, switchable
-from tests.integrations.families import FAMILIES, SIZES
+from tests.integrations.common import LENGTH, RELEASE, SPARSE, padded, switchable
+from tests.integrations.families import SIZES
 from tests.integrations.support import FEWER_CELLS, result_of
 
 
@@ -24,13 +24,11 @@ def test_equals_dense_attention(cell):
         pytest.skip(refused)
 
 
-def made(name: str, **options: Any) -> Any:
+def made(name: str, config: str = "Config", **options: Any) -> Any:
     """A tiny random model, or a skip."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"no {name} in this release")
-    torch.manual_seed(0)
-    config = {"Gemma4": "Gemma4TextConfig"}.get(name, f"{name}Config")
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, config)(**{**SIZES, **options})).eval()
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}{config}")(**{**SIZES, **options})).eval()
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_layers_without_an_index_are_told_apart(model, tokens):
 
 def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):
     options = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    model = made("Gemma4", **options, global_head_dim=16, sliding_window=64, hidden_size_per_layer_input=8)
+    model = made("Gemma4", "TextConfig", **options, global_head_dim=16, sliding_window=64, hidden_size_per_layer_input=8)
     expected = model(tokens, logits_to_keep=1).logits
     with flexmask_hf.sparse_prefill(model) as run:
         logits = model(tokens, logits_to_keep=1).logits
@@ -67,31 +65,19 @@ def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):
     assert sorted(run.stats) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("method", ["causal", causal_mask])
-@pytest.mark.parametrize("family", ["Llama", "GptOss"])
-def test_takes_another_method(tokens, family, method):
-    if not FAMILIES[family].available:
-        pytest.skip("no such family in this release")
-    model = make_model(family)
-    mask = padded(tokens)
-    expected = model(tokens, attention_mask=mask).logits
-    with flexmask_hf.sparse_prefill(model, method=method, block_size=32, dense_below=0, collect_masks=True) as run:
-        logits = model(tokens, attention_mask=mask).logits
-    assert (logits - expected)[mask != 0].abs().max() < 1e-4
-    assert [len(run.masks[layer]) for layer in (0, 1)] == [1, 1]
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_method_gets_its_own_options_and_the_scores(model, tokens):
+@pytest.mark.attention
+def test_a_function_gets_its_own_options_and_the_scores_and_serves(model, tokens):
     seen = []
 
     def method(query, key, *, block_size, keep, scale=None, **visibility):
         seen.append((query.shape, block_size, keep, scale, set(visibility)))
         return causal_mask(query, key, block_size=block_size, **visibility)
 
-    one_head = 40 * 17 * 17  # bytes of one head's mask
-    with flexmask_hf.sparse_prefill(model, method=partial(method, keep=3), block_size=32, dense_below=0, max_mask_bytes=one_head):
-        model(tokens)
+    mask, one_head = padded(tokens), 40 * 17 * 17  # bytes of one head's mask
+    expected = model(tokens, attention_mask=mask).logits
+    options = {"method": partial(method, keep=3), "block_size": 32, "dense_below": 0, "max_mask_bytes": one_head}
+    with flexmask_hf.sparse_prefill(model, **options):
+        assert (model(tokens, attention_mask=mask).logits - expected)[mask != 0].abs().max() < 1e-4
     assert seen == [((1, 1, LENGTH, 16), 32, 3, 0.25, {"window", "attention_mask", "q_offset"})] * 16
 
 
@@ -118,7 +104,6 @@ TEXT = torch.zeros_like(TOKENS)
 
 def multimodal():
     """A Gemma 3 with layers of both kinds."""
-    torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -154,13 +139,11 @@ def test_a_text_with_types_of_tokens_is_served_as_one_without(arguments):
 @images
 @pytest.mark.parametrize("options", [{"cache_implementation": "static"}, {"prefill_chunk_size": 200}], ids=str)
 def test_generation_from_a_text_with_types_of_tokens(options):
-    model, length = (
-        multimodal(),
-        {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True},
-    )
-    own = model.generate(TOKENS, token_type_ids=TEXT, **length, **options)
+    model, given = multimodal(), {"token_type_ids": TEXT, "max_new_tokens": 3, "do_sample": False, **options}
+    given |= {"output_logits": True, "return_dict_in_generate": True}
+    own = model.generate(TOKENS, **given)
     with flexmask_hf.sparse_prefill(model, dense_below=0, gamma=1.0, method="flexprefill", block_size=32):
-        found = model.generate(TOKENS, token_type_ids=TEXT, **length, **options)
+        found = model.generate(TOKENS, **given)
     torch.testing.assert_close(torch.stack(found.logits), torch.stack(own.logits), atol=1e-4, rtol=1e-4)
 
 

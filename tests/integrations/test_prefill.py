@@ -1,7 +1,6 @@
 """The adapter's prefill: a tiny random model, ragged batches, devices and what is read of them, memory; registered names."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
 from flexmask.environment import check_transformers
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded, static_cache
+from tests.repository import python
 
 
 def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
@@ -83,8 +83,7 @@ assert not any("flexmask" in name for both in names for name in both)
 flexmask_hf.register()
 assert all("flexmask" in interface().valid_keys() for interface in (AttentionInterface, AttentionMaskInterface))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert run.returncode == 0, run.stderr
+    python("-c", code)
 
 
 @pytest.mark.parametrize("release", ["4.53.3", "5.25.0", "6.0.0"])
@@ -113,20 +112,10 @@ def test_long_padded_prompt_stays_far_below_a_map_of_tokens():
     assert growth < 32768**2 / 4
 
 
-def options_on(device, options):
-    """FlexAttention's kernel for GPUs takes blocks of 64 tokens and more."""
-    return {**options, "block_size": 64} if device.type == "cuda" else options
-
-
-def wait_for(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def test_packed_positions_are_refused(device, tokens):
     model, tokens = make_model().to(device), tokens.to(device)
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda *arguments: wait_for(device))
+        layer.register_forward_pre_hook(lambda *arguments: torch.cuda.synchronize() if device.type == "cuda" else None)
     positions = torch.arange(LENGTH, device=device)[None]
     with flexmask_hf.sparse_prefill(model):
         model(tokens, position_ids=positions)
@@ -148,9 +137,9 @@ def test_dense_below_in_chunks_over_a_static_cache(device, tokens, with_mask):
         return torch.cat([model(part, attention_mask=seen, past_key_values=cache).logits for part, seen in parts], 1)
 
     expected = prefill(static_cache(model, 700))
-    # the floor keeps everything: at gamma 1 all heads would run dense
-    keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300}
-    with flexmask_hf.sparse_prefill(model, **options_on(device, keep_all)) as run:
+    # the floor keeps everything: at gamma 1 all heads would run dense. FlexAttention's kernel for GPUs wants blocks of 64
+    keep_all = {**KEEP_ALL, "gamma": 0.9, "min_budget": 10**6, "dense_below": 300, "block_size": 64}
+    with flexmask_hf.sparse_prefill(model, **keep_all) as run:
         found = prefill(static_cache(model, 700))
     known = with_mask or device.type == "cpu"
     assert [stats.dense for stats in run.stats[0]] == ([True, False, False] if known else [True] * 3)

@@ -31,6 +31,12 @@ def stats_of(seed, batch=1, hybrid=False):
     return replace(dense_stats(batch), **own, dense=False)
 
 
+def holding(coverage, least):
+    """Of a hybrid call, by head."""
+    shares = {"coverage": torch.tensor([coverage]), "least_row_coverage": torch.tensor([least])}
+    return replace(stats_of(0, hybrid=True), is_dense=torch.zeros(1, HEADS, dtype=torch.bool), **shares)
+
+
 def dense_stats(batch=1):
     return dense_stats_of(torch.zeros(batch, HEADS, 1, 1))
 
@@ -112,11 +118,8 @@ def test_summary_is_short_and_prints_a_line_a_layer():
 def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
     run = PrefillRun()
     for layer, held in ((0, [0.9, 0.12, 0.3, 0.9]), (1, [0.9, 0.9, 0.9, 0.06]), (2, [0.9, 0.9, 0.9, 0.9])):
-        stats = stats_of(layer, hybrid=True)
-        heads = torch.tensor([held + [0.9] * (stats.density.shape[1] - 4)])
-        own = {"is_dense": torch.zeros_like(stats.is_dense), "coverage": heads, "least_row_coverage": heads}
         for _ in range(2):
-            run.record(layer, replace(stats, **own), None, None, None, CallSize(1, 100, 100))
+            run.record(layer, holding(held, held), None, None, None, CallSize(1, 100, 100))
     assert [(each.layer, each.head) for each in run.summary().low_heads] == [(1, 3), (0, 1)]
     assert run.summary().layers[0].patterns == {"hybrid": 1.0}
     assert {row["pattern"] for row in run.rows()} == {"hybrid"}
@@ -184,11 +187,7 @@ def test_tokens_of_a_prefill_count_once(calls, said):
 def test_a_layer_whose_mean_rounds_to_everything_shows_its_lowest_head():
     run = PrefillRun()
     for layer, least in enumerate(([0.88, 0.97, 0.99, 1.0], [torch.nan] * 4)):
-        stats = stats_of(0, hybrid=True)
-        number = stats.density.shape[1]
-        own = {"is_dense": torch.zeros_like(stats.is_dense), "coverage": torch.full((1, number), 0.9999)}
-        own["least_row_coverage"] = torch.tensor([(least * number)[:number]])
-        run.record(layer, replace(stats, **own), None, None, 0, CallSize(1, 100, 100))
+        run.record(layer, holding([0.9999] * 4, least), None, None, 0, CallSize(1, 100, 100))
     run.record(2, dense_stats(), None, "short", 0, CallSize(1, 100, 100))
     by_rows, by_last_rows, dense = run.summary().layers
     assert [by_rows.lowest, by_last_rows.lowest] == pytest.approx([0.88, 0.9999])

@@ -211,6 +211,8 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, gradient):
     assert again.curve == result.curve
     assert not (tmp_path / "tune.json.part").exists()
 
+    epsilon = copy.deepcopy(model)
+    epsilon.config.rms_norm_eps = 1e-3
     for other, options in [
         ("prompts", {"tokens": tokens.flip(1)}),
         ("gammas", {"gammas": (0.5, 1.0)}),
@@ -218,17 +220,11 @@ def test_it_goes_on_where_it_was_interrupted(model, tokens, tmp_path, gradient):
         ("options", {"min_budget": 64}),
         ("errors", {"gradient": not gradient}),
         ("model", {"model": make_model(seed=1)}),
-        ("model", {"model": with_another_epsilon(model)}),
+        ("model", {"model": epsilon}),
         ("model", {"model": copy.deepcopy(model).bfloat16()}),
     ]:
         with pytest.raises(ValueError, match=f"resume must be a file of the same .* is of another {other}"):
             tuned(**{"model": model, "tokens": tokens, "resume": path, "gradient": gradient, **options})
-
-
-def with_another_epsilon(model):
-    other = copy.deepcopy(model)
-    other.config.rms_norm_eps = 1e-3
-    return other
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "flexmask tune 1"}', "no JSON"])

@@ -53,16 +53,6 @@ def code():
     return SimpleNamespace(prefill=first, bounds=last.partition("\n\n\nmodel =")[0])
 
 
-@pytest.fixture
-def two(tmp_path, model, tokens, code):
-    """Results of both processes, by gamma."""
-    bounds = [0, BOUND, tokens.shape[1]]
-    model.save_pretrained(tmp_path / "model")
-    (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
-    torch.save({"tokens": tokens, "bounds": bounds, "options": BY_ROWS}, tmp_path / "asked.pt")
-    return in_two_processes("rows", tmp_path)
-
-
 @torch.no_grad()
 def in_chunks(model, parts, gamma):
     """Logits and densities of the last layer, chunk by chunk, and the next token."""
@@ -74,7 +64,11 @@ def in_chunks(model, parts, gamma):
     return logits, [stats.density for stats in run.stats[1]], after
 
 
-def test_each_rank_s_rows_are_a_chunk_of_the_prompt(model, tokens, two):
+def test_each_rank_s_rows_are_a_chunk_of_the_prompt(tmp_path, model, tokens, code):
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
+    torch.save({"tokens": tokens, "bounds": [0, BOUND, tokens.shape[1]], "options": BY_ROWS}, tmp_path / "asked.pt")
+    two = in_two_processes("rows", tmp_path)
     parts = tokens.tensor_split([BOUND], 1)
     whole = in_chunks(model, [tokens], 1.0)[0][0]
     assert torch.cat([each["gamma 1.0"]["logits"] for each in two], 1).sub(whole).abs().max() < 1e-4

@@ -54,18 +54,6 @@ def test_wrapper_is_taken_off(model, tokens, wrap):
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning:peft")
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-def test_peft(model, tokens):
-    peft = pytest.importorskip("peft")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
-    expected = adapted(input_ids=tokens).logits
-    with flexmask_hf.sparse_prefill(adapted) as run:
-        assert (adapted(input_ids=tokens).logits - expected).abs().max() < 1e-4
-    assert sorted(run.stats) == [0, 1]
-    assert model.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(2, 2), Wrapped(torch.nn.Linear(2, 2)), None, "gpt2"])
 def test_what_holds_no_model_is_named(wrong):
     with pytest.raises(TypeError, match=r"PreTrainedModel.* got (Linear|Wrapped around Linear|NoneType|str)$"):

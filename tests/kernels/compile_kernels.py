@@ -10,10 +10,9 @@ import sys
 from typing import Any, NamedTuple
 
 import torch
-from triton._C.libtriton import ir
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from flexmask import kernels
@@ -111,24 +110,11 @@ def launched(problem: Problem) -> dict[str, Variant]:
     return found
 
 
-def shared_memory(variant: Variant, target: str, last_stage: str = "llir") -> int:
-    """Bytes of shared memory, from Triton's stages up to `last_stage`."""
+def shared_memory(variant: Variant, target: str) -> int:
+    """Bytes of shared memory of a kernel that Triton compiles."""
     name, arch = target.split("_") if "_" in target else ("", target)
     gpu = GPUTarget("cuda", int(arch), 32) if name else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-    source, backend = ASTSource(*variant[:4]), make_backend(gpu)
-    options = backend.parse_options(dict(variant.options))
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, source.language)
-    module = source.make_ir(gpu, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
-    metadata = {"target": gpu, **options.__dict__}
-    for stage, lower in stages.items():
-        module = lower(module, metadata)
-        if stage == last_stage:
-            break
-    return int(metadata["shared"])
+    return int(triton.compile(ASTSource(*variant[:4]), gpu, variant.options).metadata.shared)
 
 
 def main(targets: list[str], which: str) -> None:

@@ -48,5 +48,5 @@ def flexprefill_selection(
     if is_query_aware:
         margin = min(margin, map_margin(pooled, seen, options))
     numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
-    decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, **mass._asdict(), "pooled": pooled}
+    decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, **mass._asdict()}
     return head_mask(kept, attention, index_rows, seen)._replace(margin=margin, **decided, **numbers)

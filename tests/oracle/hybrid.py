@@ -53,7 +53,8 @@ def hybrid_selection(
     attention = steps.representative_attention(head, last_rows, seen)
     near = rule.nearest * min_blocks
 
-    largest = largest_share(attention, seen)
+    # the most that one of the rows gives to each key block
+    largest = torch.stack([steps.by_block(row, seen.block_size) for row in attention]).amax(0)
     key_blocks = [j for j in seen.key_blocks if largest[j] >= least.key_block]
     left = attention_left(attention, last_rows, key_blocks, near, seen)
     mass = LineMass(largest, steps.slash_mass(left, last_rows, seen))
@@ -83,7 +84,7 @@ def hybrid_selection(
     margin = _margin(mass, evidence, gated, least, rule.lines, doubts, seen) if gamma < 1 else math.inf
     numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
     coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": least_covered}
-    return mask._replace(**mass._asdict(), row_evidence=evidence, margin=margin, **numbers, **coverages)
+    return mask._replace(**mass._asdict(), margin=margin, **numbers, **coverages)
 
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
@@ -128,11 +129,6 @@ def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float
             return chosen | set(added[len(added) - math.ceil(wanted) :]), margin
         chosen, held = chosen | set(added), held + more
     return (chosen, margin) if held >= needed else (set(evidence), margin)
-
-
-def largest_share(attention: Tensor, seen: Visibility) -> Tensor:
-    """The most that one of the rows gives to each key block, (num_kv_blocks,)."""
-    return torch.stack([steps.by_block(row, seen.block_size) for row in attention]).amax(0)
 
 
 def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], near: int, seen: Visibility) -> Tensor:

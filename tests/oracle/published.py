@@ -56,7 +56,7 @@ def published_selection(
     margin = min(pattern, key_blocks.margin, diagonals.margin, in_map if is_query_aware else math.inf)
     numbers: dict[str, Any] = {"num_vertical_blocks": key_blocks.num_lines, "num_slash_blocks": diagonals.num_lines}
     decided: dict[str, Any] = {"is_query_aware": is_query_aware, "js_distance": js_distance, "vertical": vertical, "slash": slash}
-    return head_mask(kept, attention, rows, seen)._replace(pooled=pooled, margin=margin, **decided, **numbers)
+    return head_mask(kept, attention, rows, seen)._replace(margin=margin, **decided, **numbers)
 
 
 def distance_with_nan(estimated: Tensor, true: Tensor) -> float:

@@ -22,8 +22,6 @@ class ReferenceResult(NamedTuple):
     full: Tensor  # as keep: kept, and every existing pair is visible
     vertical: Tensor  # (num_kv_blocks,): V; in hybrid selection the most that one row gives
     slash: Tensor  # (num_kv_blocks,): S; in hybrid selection without what kept key blocks hold
-    pooled: Tensor  # A, shape of keep
-    row_evidence: Tensor  # R of hybrid selection, shape of keep
     density: Any = 0.0  # kept blocks / visible blocks, 0 if none is visible
     coverage: Any = 0.0  # attention of the index rows in kept blocks
     is_query_aware: Any = False
@@ -39,7 +37,7 @@ def undecided(seen: Visibility) -> ReferenceResult:
     """A head that keeps nothing and has decided nothing."""
     lines = torch.zeros(seen.num_kv_blocks, dtype=torch.float64)
     blocks = torch.zeros(seen.num_q_blocks, seen.num_kv_blocks, dtype=torch.bool)
-    return ReferenceResult(blocks, blocks, lines, lines, blocks.double(), blocks.double())
+    return ReferenceResult(blocks, blocks, lines, lines)
 
 
 def head_mask(kept: set[Block], attention: Tensor, rows: list[int], seen: Visibility) -> ReferenceResult:

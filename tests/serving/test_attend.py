@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from flexmask import sparse_attention
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
@@ -42,8 +43,6 @@ def by_the_core(query, key, value, **options):
 
 @pytest.mark.attention
 def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
-    from torch._dynamo.utils import counters
-
     layer = layer_of(**OPTIONS)
     with torch.inference_mode():
         assert warm_up([layer, layer], (600, 2000), CPU, torch.float32, True) > 0
@@ -107,8 +106,6 @@ def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
 @pytest.mark.attention
 @pytest.mark.slow
 def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
-    from torch._dynamo.utils import counters
-
     layer, largest = layer_of(**{**OPTIONS, **FEW_HEADS}), (1024, 1024)
     with torch.inference_mode():
         warm_up([layer], largest, CPU, torch.float32, True)

@@ -33,7 +33,6 @@ def engine(request):
 
 @pytest.fixture
 def of(engine, of_variable):
-    """From keywords to the options of an engine."""
     if engine == "vllm":
         return lambda **options: options_of_vllm({"flexmask": options})
     return lambda **options: of_variable(json.dumps(options))
@@ -141,13 +140,11 @@ def test_different_options_have_different_salts():
     [
         ({"flexmask_gama": 0.5}, "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_gama'"),
         ({"flexmask_gamma": 2}, r"flexmask_gamma must be in \(0, 1\]; got 2"),
-        ({"flexmask_gamma": 0}, r"flexmask_gamma must be in \(0, 1\]; got 0"),
         ({"flexmask_gamma": float("nan")}, "flexmask_gamma must be finite; got nan"),
         ({"flexmask_gamma": "0.5"}, "flexmask_gamma must be a number; got str"),
         ({"flexmask_gamma": True}, "flexmask_gamma must be a number; got bool"),
         ({"flexmask_gamma": [0.5, 0.6]}, "flexmask_gamma must be a number; got list"),
         ({"flexmask_dense": "yes"}, "flexmask_dense must be true or false; got 'yes'"),
-        ({"flexmask_dense": [1]}, r"flexmask_dense must be true or false; got \[1\]"),
         ({"flexmask_dense": True, "flexmask_gamma": 0.9}, "flexmask_gamma must come without flexmask_dense"),
     ],
 )

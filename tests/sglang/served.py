@@ -50,7 +50,6 @@ class Served:
         return MHATokenToKVPool(SLOTS, 1, cache, KV_HEADS, DIM, 1, "cpu", False)
 
     def cache(self, layer):
-        """Keys and values."""
         return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
 
     def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
@@ -110,8 +109,6 @@ class ServedMixture(Served):
 
 
 class LinearBackend:
-    """Counts the steps that it prepares."""
-
     needs_cpu_seq_lens, steps = False, 0
 
     def init_forward_metadata(self, forward_batch):

@@ -62,8 +62,6 @@ def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
 
 
 class Noting(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not there where types are checked
-    """Notes the options of its calls."""
-
     def __init__(self, runner):
         super().__init__(runner)
         self.calls = []

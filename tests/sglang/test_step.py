@@ -64,21 +64,20 @@ def test_other_steps_have_no_plan(mode):
     assert plan_of(batch_of(mode=mode)) is None
 
 
-@pytest.mark.parametrize("name", STOCK_FIELDS)
-def test_steps_with_something_special_run_stock_and_count(name):
-    batch = batch_of(**{name: object()})
-    plan = plan_of(batch)
-    assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, 200 + 7 + 40 + 30)
-    assert stock_reason(batch) == f"a batch has {name}"
-    assert stock_reason(batch_of()) is None
-
-
-def test_steps_without_lengths_on_the_host_run_stock_and_count():
+@pytest.mark.parametrize(
+    ("name", "value", "dense_tokens", "reason"),
+    [
+        *((name, object(), 200 + 7 + 40 + 30, f"a batch has {name}") for name in STOCK_FIELDS),
+        ("extend_prefix_lens_cpu", None, 278, "the host has no lengths of a batch"),
+    ],
+)
+def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason):
     batch = batch_of()
-    batch.extend_prefix_lens_cpu = None
+    assert stock_reason(batch) is None
+    setattr(batch, name, value)
     plan = plan_of(batch)
-    assert (plan.sparse, plan.dense_tokens) == ((), 278)
-    assert stock_reason(batch) == "the host has no lengths of a batch"
+    assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, dense_tokens)
+    assert stock_reason(batch) == reason
 
 
 def test_the_rest_of_a_step_is_a_batch_of_its_own():
