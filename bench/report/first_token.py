@@ -40,14 +40,6 @@ def vllm_h100(folder: Path = FOLDER) -> pd.DataFrame:
     return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 
-def vllm_first_tokens(folder: Path = FOLDER) -> list[str]:
-    return first_tokens(_vllm_rows(folder, "first_seconds", **_H100))
-
-
-def vllm_at_once(folder: Path = FOLDER) -> list[str]:
-    return throughput(_vllm_rows(folder, "tokens_per_second", **_H100))
-
-
 def sglang(folder: Path = FOLDER, gpu: str = "h200", kernel: str = "fa3") -> pd.DataFrame:
     rows = pd.read_csv(folder / f"sglang-nvidia-{gpu}.csv")
     alone = (rows["prompts"] == 1) & (rows["new_tokens"] == 1) & (rows["kernel"] == kernel)
@@ -68,6 +60,6 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
 
 
 TABLES = {
-    "vllm-first-tokens": vllm_first_tokens,
-    "vllm-at-once": vllm_at_once,
+    "vllm-first-tokens": lambda folder: first_tokens(_vllm_rows(folder, "first_seconds", **_H100)),
+    "vllm-at-once": lambda folder: throughput(_vllm_rows(folder, "tokens_per_second", **_H100)),
 }
