@@ -165,14 +165,20 @@ def sparse_attention_varlen(
         chosen_backend(backend, pack, block_size, return_lse)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
-    is_short = [policy.by_size(segment.q_len, segment.kv_len) is not None for segment in filled]
-    together = [segment for segment, short in zip(filled, is_short, strict=True) if short]
-    dense = iter(dense_attention_packed(pack, together, return_lse, backend))
+    reasons = [policy.by_size(segment.q_len, segment.kv_len) for segment in filled]
+    short = [segment for segment, reason in zip(filled, reasons, strict=True) if reason is not None]
+    for segment, reason in zip(filled, reasons, strict=True):
+        notice_dense(reason, segment.q_len)
+    dense = iter(dense_attention_packed(pack, short, return_lse, backend))
     served = []
-    for inputs, of_call, short in zip(problems, selectors, is_short, strict=True):
+    for inputs, of_call, reason in zip(problems, selectors, reasons, strict=True):
+        if reason is not None:
+            served.append(Attended(*next(dense)))
+            continue
+        # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
         plan = policy.plan(inputs, of_call, return_lse)
         notice_dense(plan.reason, inputs.query.shape[2])
-        served.append(Attended(*next(dense)) if short else attend(inputs, plan, call_options, return_lse, statistics))
+        served.append(attend(inputs, plan, call_options, return_lse, statistics))
     out = torch.cat([part.out for part in served], 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([part.lse for part in served if part.lse is not None], 2)[0]] if return_lse else []
     if return_stats:
