@@ -23,7 +23,7 @@ CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43
 
 
 class CallPlan(NamedTuple):
-    """What serves one call: dense attention, every visible block (`every_block_plan`), or a selection."""
+    """The way that serves one call: dense attention, every visible block (`every_block_plan`), or a selection."""
 
     block_size: int  # for which the backend is checked, of dense calls too
     reason: str | None  # why all of it is dense, if it is

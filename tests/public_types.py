@@ -1,4 +1,4 @@
-"""What mypy sees of the public face: code of a user, checked and not run."""
+"""Uses the public face as mypy sees it: code of a user, checked and not run."""
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask

@@ -1,4 +1,4 @@
-"""What gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads --out PICTURE.png``.
+"""Measures the share that gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads --out PICTURE.png``.
 
 Prints shares of the rows' attention, mean over all rows, by kind of head and method; without ``--out`` no picture. Runs on a CPU.
 """
@@ -32,7 +32,7 @@ class Point(NamedTuple):
 
 
 def weights(share: float, number: int) -> Tensor:
-    """What every row gives to each of its key blocks, up to a factor, (number,) float64."""
+    """The share that every row gives to each of its key blocks, up to a factor, (number,) float64."""
     found = torch.ones(number, dtype=torch.float64)
     if share:
         found[3] = share / (1 - share) * (number - 1)

@@ -1,4 +1,4 @@
-"""What FlexAttention's FLASH kernel serves, and how fast: ``python -m bench.speed.flash_features``, on a Hopper GPU.
+"""Times FlexAttention's FLASH kernel and lists what it serves: ``python -m bench.speed.flash_features``, on a Hopper GPU.
 
 ``checks`` runs the numeric check of every kind of call in a process of its own. ``times`` compares whole calls of hybrid by FLASH
 and by Triton with the fastest dense kernel, for shapes of models at one density.

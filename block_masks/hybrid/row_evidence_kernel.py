@@ -170,7 +170,7 @@ def _evidence_kernel(
 
 
 class SplitMeans(NamedTuple):
-    """What evidence is computed of where it is read."""
+    """Inputs of the evidence, where it is read."""
 
     means: Tensor  # of keys, from `split_key_means`
     row_stride: int

@@ -94,7 +94,7 @@ def named(function: _Function, name: str) -> _Function:
 
 
 class MaskParts(NamedTuple):
-    """What `block_mask` makes a mask of, as pickles hold it."""
+    """The parts of a mask that `block_mask` made, as pickles hold them."""
 
     selection: Selection
     lengths: tuple[int, int]  # q_len, kv_len

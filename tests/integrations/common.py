@@ -44,7 +44,7 @@ def dynamic_cache(model):
 
 
 def in_two_processes(what, folder):
-    """What both processes of `processes` give, which torchrun starts on CPUs."""
+    """The results of both processes of `processes`, which torchrun starts on CPUs."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

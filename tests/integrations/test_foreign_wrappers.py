@@ -37,7 +37,7 @@ def _fresh_process(monkeypatch):
 
 
 def given(function, module, query, key, value, *args, **kwargs):
-    """What a wrapper does: keyed on an attribute of the layer, as kvpress's."""
+    """Acts as a wrapper: keyed on an attribute of the layer, as kvpress's."""
     CALLS.append((module.layer_idx, query.shape[2]))
     return function(module, query, key, value * getattr(module, "value_share", 1.0), *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What Triton's interpreter runs as written and its compiler does not; and kernels under the names of plain steps."""
+"""Checks the sources for what Triton's interpreter runs and its compiler does not; and kernels under the names of plain steps."""
 
 import ast
 import inspect

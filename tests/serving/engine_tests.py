@@ -1,4 +1,4 @@
-"""What every engine must do, against its stock backend and the adapter, in float32 on a CPU."""
+"""Tests that every engine must pass, against its stock backend and the adapter, in float32 on a CPU."""
 
 from typing import Any, ClassVar
 

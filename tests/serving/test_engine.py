@@ -1,4 +1,4 @@
-"""What engines share, in an engine of a few lines: a list of each request's keys and values is its cache."""
+"""Tests of what engines share, in an engine of a few lines: a list of each request's keys and values is its cache."""
 
 import logging
 from itertools import accumulate
