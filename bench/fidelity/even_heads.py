@@ -1,4 +1,4 @@
-"""Measures the share that gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads --out PICTURE.png``.
+"""Measures what gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads --out PICTURE.png``.
 
 Prints shares of the rows' attention, mean over all rows, by kind of head and method; without ``--out`` no picture. Runs on a CPU.
 """
