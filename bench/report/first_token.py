@@ -30,8 +30,9 @@ def _vllm_rows(folder: Path, figure: str, **wanted: Any) -> list[Row]:
 
 
 def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
-    """Whole prompts in vLLM by `bench.serving.first_token`, under some conditions; `sparse` names the method."""
-    return _paired(pd.DataFrame(_vllm_rows(folder, "first_seconds", chunk=None, **wanted)), "method", "stock", sparse)
+    """Prompts in vLLM by `bench.serving.first_token`, whole unless `wanted` has a chunk; `sparse` names the method."""
+    rows = _vllm_rows(folder, "first_seconds", **{"chunk": None, **wanted})
+    return _paired(pd.DataFrame(rows), "method", "stock", sparse)
 
 
 def vllm_h100(folder: Path = FOLDER) -> pd.DataFrame:

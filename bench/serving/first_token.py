@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--texts", type=Path, help="with --model: prompts are the beginnings of these texts")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of a length, each with a row (1)")
     parser.add_argument(
-        "--chunks", type=int, nargs="*", default=[], help="also prefill the longest prompt in chunks of so many tokens"
+        "--chunks", type=int, nargs="*", default=[], help="also prefill longer prompts in chunks of so many tokens"
     )
     parser.add_argument("--prefills", type=int, default=3, help="prefills that the median is taken over, after the first")
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
@@ -182,7 +182,7 @@ def measure(llm: Any, options: argparse.Namespace, prompt: list[int], chunk: int
         torch.cuda.reset_peak_memory_stats()
     first, _ = generate(llm, asked, 1)
     compiled = graphs() - before
-    times = [generate(llm, asked, 1)[0] for _ in range(1 if chunk else options.prefills)]
+    times = [generate(llm, asked, 1)[0] for _ in range(options.prefills)]
     row = {"prompt_tokens": len(prompt), "chunk": chunk, "seconds": statistics.median(times), "first_seconds": first}
     row["compiled_by_first"] = compiled if options.tensor_parallel == 1 else None
     if counters is not None:
@@ -208,8 +208,10 @@ def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {**measure(llm, options, prompt, None), "prompt": number}
         if options.at_once:
             yield throughput(llm, options, tokens)
-    for chunk in options.chunks:
-        yield measure(llm, options, prompts(options, max(options.prompt_tokens), 1)[0], chunk)
+    for chunk, tokens in itertools.product(options.chunks, options.prompt_tokens):
+        if tokens > chunk:
+            for number, prompt in enumerate(prompts(options, tokens, options.prompts)):
+                yield {**measure(llm, options, prompt, chunk), "prompt": number}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
