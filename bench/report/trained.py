@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from bench.intervals import of_mean
@@ -17,7 +19,7 @@ from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
 
 NAME = "Qwen2.5-Coder-1.5B-Instruct"
-_NATIVE = (16384, 32768)  # tokens that need no YaRN
+_YARN = {16384: 1, 32768: 1, 65536: 4, 131072: 4}  # YaRN's factor by prompt tokens
 _RULER = ("hybrid, gamma 0.9", "hybrid, gamma 0.95", "flexprefill, gamma 0.9")
 _PAGE = "bench/FIDELITY.md#a-trained-model-of-15-billion-parameters"
 
@@ -31,55 +33,100 @@ def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
     return hybrid_at(rows, f'{{"gamma": {gamma}, "min_coverage": {floor}}}')
 
 
-def _lost(own: pd.DataFrame, form: str) -> list[str]:
-    return [mean_of(own, "abs_d", form), mean_of(own, "d_loss", "+.3f")]
-
-
 def table(folder: Path = FOLDER) -> list[str]:
-    """First token, density and error by length."""
+    """First token, density, perplexity and RULER's mean by length."""
     cells = []
     for tokens, row in first_tokens(folder).iterrows():
-        rows = language_model(int(tokens), folder, yarn=1, model=NAME) if tokens in _NATIVE else None
-        lost = ["not measured"] * 2 if rows is None else _lost(_own(rows, 0.9, 0.5), ".2f")
+        own = _own(_texts(int(tokens), folder), 0.9, 0.5)
         seconds = [f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", f"[{times(row['ratio'], 2)}]({_PAGE})"]
-        length = thousands(tokens) + ("" if tokens in _NATIVE else ", YaRN 4")
-        cells.append([length, *seconds, percent(row["density"]), *lost])
-    return markdown_table(["prompt", "dense", "flexmask", "faster", "density", f"error, {ERROR}", "change of the loss"], cells)
+        perplexity = f"{np.expm1(own['d_loss'].mean()):+.1%}"
+        cells.append([_named(int(tokens)), *seconds, percent(row["density"]), perplexity, _mean_scores(int(tokens), folder)])
+    return markdown_table(
+        ["prompt", "dense", "flexmask", "faster", "blocks kept", "perplexity", "RULER, mean of its tasks"], cells
+    )
+
+
+def _named(tokens: int) -> str:
+    return thousands(tokens) + (f", YaRN {_YARN[tokens]}" if _YARN[tokens] > 1 else "")
+
+
+def _texts(tokens: int, folder: Path) -> pd.DataFrame:
+    return language_model(tokens, folder, yarn=_YARN[tokens], model=NAME)
+
+
+def _mean_scores(tokens: int, folder: Path) -> str:
+    """Mean of the tasks, dense and at gamma 0.9, and the interval of the change over prompts."""
+    both = scores(tokens, folder)
+    if both.empty:
+        return "not run"
+    means = both[["dense", _RULER[0]]].mean()
+    change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
+    shown = f"{means.iloc[0]:.1f} to {means.iloc[1]:.1f}: {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
+    return f"{shown} ({both.index.get_level_values('task').nunique()} tasks)"
 
 
 def settings(folder: Path = FOLDER) -> list[str]:
     """Hybrid by gamma and floor beside the others at as many blocks."""
     cells = []
-    for length in _NATIVE:
-        rows = language_model(length, folder, yarn=1, model=NAME)
-        curves = Curves(rows[~rows["options"].str.contains('"min_coverage": 0.5')])
-        for gamma, floor in ((0.85, 0.0), (0.9, 0.0), (0.9, 0.5), (0.95, 0.0)):
+    for tokens in _YARN:
+        rows = _texts(tokens, folder)
+        usual = rows[~rows["options"].str.contains('"min_coverage": 0.5')]
+        curves = Curves(usual) if len(usual) else None
+        for gamma, floor in ((0.85, 0.0), (0.9, 0.0), (0.9, 0.5), (0.95, 0.0), (0.95, 0.5)):
             own = _own(rows, gamma, floor)
-            others = [number(curves.error_at(other, own["density"].mean())) for other in OTHERS]
-            cells.append(
-                [thousands(length), f"{gamma:g}", f"{floor:g}", percent(own["density"].mean()), *_lost(own, ".3f"), *others]
-            )
+            if own.empty:
+                continue
+            density = own["density"].mean()
+            others = [number(curves.error_at(other, density)) if curves else "-" for other in OTHERS]
+            lost = [mean_of(own, "abs_d", ".3f"), mean_of(own, "d_loss", "+.3f")]
+            cells.append([_named(tokens), f"{gamma:g}", f"{floor:g}", percent(density), *lost, *others])
     head = ["tokens", "gamma", "`min_coverage`", "density", ERROR, "change of the loss"]
     return markdown_table([*head, *(f"{other}'s {ERROR} at this density" for other in OTHERS)], cells)
 
 
-def scores(folder: Path = FOLDER) -> pd.DataFrame:
-    """Scores of prompts, 0 to 100, by task and index, a column per method."""
+def methods(folder: Path = FOLDER) -> list[str]:
+    """Errors at equal density, of two models and lengths."""
+    small = "SmolLM2-135M"
+    places = ((NAME, 1, 32768, 0.2), (NAME, 4, 65536, 0.22), (small, 8, 16384, 0.23), (small, 8, 65536, 0.12))
+    columns, head = [], [ERROR]
+    for model, yarn, tokens, density in places:
+        rows = language_model(tokens, folder, yarn=yarn, model=model)
+        curves = Curves(rows[~rows["options"].str.contains('"min_coverage": 0.5')])
+        columns.append([number(curves.error_at(method, density)) for method in ("hybrid", *OTHERS)])
+        head.append(f"{model.removesuffix('-Instruct')}, {thousands(tokens)}, {density:.0%} of the blocks")
+    return markdown_table(head, [[f"`{method}`", *cells] for method, *cells in zip(("hybrid", *OTHERS), *columns, strict=True)])
+
+
+def scores(length: int, folder: Path = FOLDER) -> pd.DataFrame:
+    """Scores of prompts of a length, 0 to 100, by task and index, a column per method."""
     rows = pd.DataFrame(read_rows(folder / "ruler-vllm-h100.jsonl")[1:])
-    return 100 * rows.pivot_table(index=["task", "index"], columns="method", values="score")
+    return 100 * rows[rows["length"] == length].pivot_table(index=["task", "index"], columns="method", values="score")
 
 
-def tasks(folder: Path = FOLDER) -> list[str]:
-    """RULER's tasks at 32k tokens: dense scores, and what each method changes on the same prompts."""
-    cells = []
-    for task, own in scores(folder).groupby(level="task"):
+def tasks(length: int, folder: Path = FOLDER) -> list[str]:
+    """RULER's tasks: dense scores, and what each method changes on the same prompts."""
+    cells, found = [], scores(length, folder)
+    methods = [method for method in _RULER if method in found]
+    for task, own in found.groupby(level="task"):
         changes = []
-        for method in _RULER:
-            change = (own[method] - own["dense"]).dropna() if method in own else pd.Series(dtype=float)
-            of = f" ({len(change)})" if 0 < len(change) < len(own) else ""
-            changes.append(f"{change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}{of}" if len(change) else "-")
+        for method in methods:
+            change = (own[method] - own["dense"]).dropna()
+            changes.append(f"{change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}" if len(change) else "-")
         cells.append([f"`{task}`", f"{own['dense'].mean():.1f}", *changes])
-    return markdown_table(["task", "dense", *_RULER], cells)
+    return markdown_table(["task", "dense", *methods], cells)
+
+
+def chunks(folder: Path = FOLDER) -> list[str]:
+    """Ratios to dense attention in as large chunks."""
+    of = {
+        chunk: vllm_prefills(folder, "hybrid", model=NAME, run="chunks, YaRN 4", chunk=chunk)["ratio"]
+        for chunk in (None, 32768, 8192)
+    }
+    cells = [
+        [thousands(tokens), *(times(ratios[tokens], 2) if tokens in ratios else "-" for ratios in of.values())]
+        for tokens in of[None].index
+    ]
+    return markdown_table(["prompt", "whole", *(f"chunks of {thousands(chunk)}" for chunk in of if chunk)], cells)
 
 
 def draw(axes: Any, folder: Path = FOLDER) -> None:
@@ -102,4 +149,10 @@ def draw(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
-TABLES = {"trained": table, "trained-settings": settings, "trained-tasks": tasks}
+TABLES = {
+    "trained": table,
+    "trained-settings": settings,
+    "trained-chunks": chunks,
+    "trained-methods": methods,
+    **{f"trained-tasks-{thousands(length)}": partial(tasks, length) for length in (32768, 65536, 131072)},
+}
