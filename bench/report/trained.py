@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ def _texts(tokens: int, folder: Path) -> pd.DataFrame:
     return language_model(tokens, folder, yarn=_YARN[tokens], model=NAME)
 
 
+def _without_floor(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[~rows["options"].str.contains('"min_coverage": 0.5')]
+
+
 def _mean_scores(tokens: int, folder: Path) -> str:
     """Mean of the tasks, dense and at gamma 0.9, and the interval of the change over prompts."""
     both = scores(tokens, folder)
@@ -70,8 +75,8 @@ def settings(folder: Path = FOLDER) -> list[str]:
     cells = []
     for tokens in _YARN:
         rows = _texts(tokens, folder)
-        usual = rows[~rows["options"].str.contains('"min_coverage": 0.5')]
-        curves = Curves(usual) if len(usual) else None
+        without_floor = _without_floor(rows)
+        curves = Curves(without_floor) if len(without_floor) else None
         for gamma, floor in ((0.85, 0.0), (0.9, 0.0), (0.9, 0.5), (0.95, 0.0), (0.95, 0.5)):
             own = _own(rows, gamma, floor)
             if own.empty:
@@ -91,7 +96,7 @@ def methods(folder: Path = FOLDER) -> list[str]:
     columns, head = [], [ERROR]
     for model, yarn, tokens, density in places:
         rows = language_model(tokens, folder, yarn=yarn, model=model)
-        curves = Curves(rows[~rows["options"].str.contains('"min_coverage": 0.5')])
+        curves = Curves(_without_floor(rows))
         columns.append([number(curves.error_at(method, density)) for method in ("hybrid", *OTHERS)])
         head.append(f"{model.removesuffix('-Instruct')}, {thousands(tokens)}, {density:.0%} of the blocks")
     return markdown_table(head, [[f"`{method}`", *cells] for method, *cells in zip(("hybrid", *OTHERS), *columns, strict=True)])
@@ -149,7 +154,7 @@ def draw(axes: Any, folder: Path = FOLDER) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper left")
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Path], list[str]]] = {
     "trained": table,
     "trained-settings": settings,
     "trained-chunks": chunks,
