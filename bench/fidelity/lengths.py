@@ -63,13 +63,8 @@ def measure(
         if len(ids) < length:
             print(f"{text} has {len(ids):,} tokens: left out at {length:,}", flush=True)
             continue
-        row: dict[str, Any] = {
-            "model": options.name,
-            "yarn": options.yarn,
-            "text": text,
-            "length": length,
-            "chunk": options.chunk,
-        }
+        row: dict[str, Any] = {"model": options.name, "yarn": options.yarn, "text": text, "length": length}
+        row["chunk"] = options.chunk
         missing = [each for each in chosen if not sheet.has(**row, method=each.method, options=each.options)]
         if not missing:
             continue

@@ -123,15 +123,11 @@ def tasks(length: int, folder: Path = FOLDER) -> list[str]:
 
 def chunks(folder: Path = FOLDER) -> list[str]:
     """Ratios to dense attention in as large chunks."""
-    of = {
-        chunk: vllm_prefills(folder, "hybrid", model=NAME, run="chunks, YaRN 4", chunk=chunk)["ratio"]
-        for chunk in (None, 32768, 8192)
-    }
-    cells = [
-        [thousands(tokens), *(times(ratios[tokens], 2) if tokens in ratios else "-" for ratios in of.values())]
-        for tokens in of[None].index
-    ]
-    return markdown_table(["prompt", "whole", *(f"chunks of {thousands(chunk)}" for chunk in of if chunk)], cells)
+    sizes = {"whole": None, "chunks of 32k": 32768, "chunks of 8k": 8192}
+    timed = {name: vllm_prefills(folder, "hybrid", model=NAME, run="chunks, YaRN 4", chunk=size) for name, size in sizes.items()}
+    ratios = pd.DataFrame({name: rows["ratio"] for name, rows in timed.items()})
+    cells = [[thousands(tokens), *(number(ratio) for ratio in row)] for tokens, row in ratios.iterrows()]
+    return markdown_table(["prompt", *ratios], cells)
 
 
 def draw(axes: Any, folder: Path = FOLDER) -> None:

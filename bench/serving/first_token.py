@@ -60,7 +60,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens a prompt in the measurement of throughput")
     parser.add_argument("--utilization", type=float, default=0.9, help="share of the GPU's memory, as vLLM's")
-    parser.add_argument("--cache-gb", type=float, help="GiB of KV cache; default: what vLLM finds to be left")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
         "--engine", type=json.loads, default={}, help="JSON: more arguments of vllm.LLM, which replace those above"
@@ -106,10 +105,8 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
     if options.shape:
         folder = shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers)
         own = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
-    memory = {"gpu_memory_utilization": options.utilization}
-    if options.cache_gb:
-        memory["kv_cache_memory_bytes"] = int(options.cache_gb * 2**30)
-    where = {} if on_cpu else {"attention_backend": "FLASH_ATTN" if options.stock else "CUSTOM", **memory}
+    backend = "FLASH_ATTN" if options.stock else "CUSTOM"
+    where = {} if on_cpu else {"attention_backend": backend, "gpu_memory_utilization": options.utilization}
     given = {
         **own,
         **where,

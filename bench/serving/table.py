@@ -19,23 +19,6 @@ from bench.tables import markdown_table, thousands
 
 Row = dict[str, Any]
 _ENGINE = ("device", "vllm", "model", "layers", "gpus", "run")
-# By a word in the kernel's name, the first that is found. Eager kernels are the plug-in's, since vLLM compiles its own; copies
-# that convert ("unrolled") turn maps of blocks into integers
-_KERNELS = (
-    ("copies", ("memcpy", "reshape_and_cache")),
-    ("masks", ("unrolled_elementwise",)),
-    ("attention", ("flash", "triton_tem")),
-    ("linear layers", ("gemm", "nvjet", "cublas")),
-    ("copies", ("direct_copy",)),
-    (
-        "masks",
-        ("at::", "distribution", "memset", "_block_sums", "_pooled", "_digit_pass", "_means_", "_lists_", "_line_", "_lines_"),
-    ),
-    (
-        "masks",
-        ("_pattern_", "_chosen_", "_ties_", "_estimate_", "_row_norms", "_rows_kernel", "_evidence", "_last_rows", "_small_map"),
-    ),
-)
 _KINDS = ("attention", "linear layers", "copies", "masks", "rest")
 HEAD = """# Serving
 
@@ -45,11 +28,6 @@ HEAD = """# Serving
 An earlier version of the plug-in gave the rows above "Steps taken apart": with randomly chosen blocks, or with FlexPrefill's
 masks where a heading says so. In "Steps taken apart" stock is the same engine with every row dense.
 """
-
-
-def kind_of(name: str) -> str:
-    """The kind of a kernel on the GPU, by its name; "rest" for vLLM's other kernels."""
-    return next((kind for kind, words in _KERNELS if any(word in name.lower() for word in words)), "rest")
 
 
 def over_stock(rows: Sequence[Row], value: str, key: Callable[[Row], Any], faster: Callable[[float, float], float]) -> list[str]:
@@ -68,15 +46,13 @@ def first_tokens(rows: Sequence[Row]) -> list[str]:
         chunk = thousands(row["chunk"]) if row["chunk"] else "whole"
         density = "-" if row.get("density") is None else f"{row['density']:.1%}"
         peak = "-" if row.get("peak_gb") is None else f"{row['peak_gb']:.1f} GB"
-        if row.get("profiled_gb") and row.get("cache_gb"):
-            peak = f"{row['peak_gb'] - row['cache_gb']:.1f} of {row['profiled_gb']:.1f} GB"
         # compilations in separate worker processes are not counted
         first = f"{row['first_seconds']:.3f} s, {row['compiled_by_first'] if row['gpus'] == 1 else '-'}"
         cells.append(
             [thousands(row["prompt_tokens"]), chunk, row["method"], density, f"{row['seconds']:.3f} s", gain, first, peak]
         )
     head = ["prompt", "chunks", "attention", "density", "first token", "stock / this", "first request, compiled"]
-    return markdown_table([*head, "peak (without cache, of what vLLM measured)"], cells) if cells else []
+    return markdown_table([*head, "peak"], cells) if cells else []
 
 
 def throughput(rows: Sequence[Row]) -> list[str]:
@@ -94,19 +70,6 @@ def throughput(rows: Sequence[Row]) -> list[str]:
         cells.append([asked, row["method"], f"{row['tokens_per_second']:,.0f}", gain, waited, later])
     head = ["prompts at once", "attention", "tokens/s", "this / stock", "first token: median, last", "each token after: median"]
     return markdown_table(head, cells) if cells else []
-
-
-def kernels(rows: Sequence[Row]) -> list[str]:
-    """Milliseconds of a prefill's kernels by kind, those that are not named in the row under "rest"."""
-    cells = []
-    for row in rows:
-        found = dict.fromkeys(_KINDS, 0.0)
-        for name, milliseconds in row["kernels_ms"].items():
-            found[kind_of(name)] += milliseconds
-        found["rest"] += row["all_kernels_ms"] - sum(found.values())
-        numbers = [f"{found[kind]:,.0f} ms" for kind in _KINDS]
-        cells.append([thousands(row["prompt_tokens"]), row["method"], *numbers, f"{row['all_kernels_ms']:,.0f} ms"])
-    return markdown_table(["prompt", "run with", *_KINDS, "all kernels"], cells) if cells else []
 
 
 def steps(rows: Sequence[Row]) -> list[str]:
@@ -172,7 +135,7 @@ def engine_rows(folder: Path) -> list[Row]:
     """Rows of `bench.serving.first_token`, the last of each key."""
     measured = [row for path in sorted(folder.glob("serving-*.jsonl")) for row in read_rows(path)]
     names = (*_ENGINE, "method", "prompt_tokens", "prompt", "chunk", "at_once")
-    return list({(*(row.get(name) for name in names), "kernels_ms" in row): row for row in measured}.values())
+    return list({tuple(row.get(name) for name in names): row for row in measured}.values())
 
 
 def report(folder: Path) -> str:
@@ -186,7 +149,6 @@ def report(folder: Path) -> str:
         lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}{f': {run}' if run else ''}", ""]
         lines += first_tokens([row for row in own if "first_seconds" in row])
         lines += throughput([row for row in own if "tokens_per_second" in row])
-        lines += kernels([row for row in own if "kernels_ms" in row])
     lines += steps([row for path in sorted(folder.glob("step-*.csv")) for row in csv.DictReader(whole_lines(path))])
     lines += sglang([row for path in sorted(folder.glob("sglang-*.csv")) for row in csv.DictReader(whole_lines(path))])
     for path in sorted(folder.glob("agreement-*.jsonl")):

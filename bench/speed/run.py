@@ -132,13 +132,7 @@ class Run:
         date = datetime.date.today().isoformat()
         for measure, value in measured.items():
             self.sheet.add(**self.common, **row, **fields, measure=measure, value=value, date=date)
-        shown = ", ".join(
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in measured.items()
-        )
-        print(
-            f"  {row['input']} {row['tokens']:,} {row['what']} {row.get('method', '')} {row.get('wanted') or ''}: {shown}",
-            flush=True,
-        )
+        print("  ", row, measured, flush=True)
 
 
 def ready(made: Variant, tensors: Tensors) -> tuple[Call, dict[str, Any]]:
@@ -158,9 +152,7 @@ def latency(run: Run, lengths: Sequence[int]) -> None:
         where = {"input": name, "tokens": tokens}
         variants = list(latency_variants(tokens))
         if name == "retriever":
-            variants = [
-                each for each in variants if each.row["what"] == "call" and each.row["method"] in OURS and not each.row["wanted"]
-            ]
+            variants = [variant("call", method, DEFAULTS[method], BACKENDS[0]) for method in OURS]
         for first in range(0, len(variants), _AT_ONCE):
             wanted = [each for each in variants[first : first + _AT_ONCE] if run.wants(**where, **each.row)]
             if wanted:
