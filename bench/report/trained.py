@@ -13,7 +13,7 @@ import pandas as pd
 from bench.intervals import of_mean
 from bench.report import LINES
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import RANDOM, sglang, transformers, vllm_h100, vllm_prefills
+from bench.report.first_token import sglang, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.report.speed import times
 from bench.rows import read_rows
@@ -22,7 +22,6 @@ from bench.tables import markdown_table, thousands
 NAME = "Qwen2.5-Coder-1.5B-Instruct"
 _YARN = {16384: 1, 32768: 1, 65536: 4, 131072: 4}  # YaRN's factor by prompt tokens
 _RULER = ("hybrid, gamma 0.9", "hybrid, gamma 0.95", "flexprefill, gamma 0.9")
-_PAGE = "bench/FIDELITY.md#a-trained-model-of-15-billion-parameters"
 
 
 def first_tokens(folder: Path = FOLDER, method: str = "hybrid") -> pd.DataFrame:
@@ -39,12 +38,11 @@ def table(folder: Path = FOLDER) -> list[str]:
     cells = []
     for tokens, row in first_tokens(folder).iterrows():
         own = _own(_texts(int(tokens), folder), 0.9, 0.5)
-        seconds = [f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", f"[{times(row['ratio'], 2)}]({_PAGE})"]
+        seconds = [f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", times(row["ratio"], 2)]
         perplexity = f"{np.expm1(own['d_loss'].mean()):+.1%}"
         cells.append([_named(int(tokens)), *seconds, percent(row["density"]), perplexity, _mean_scores(int(tokens), folder)])
-    return markdown_table(
-        ["prompt", "dense", "flexmask", "faster", "blocks kept", "perplexity", "RULER, mean of its tasks"], cells
-    )
+    head = ["prompt", "first token, dense", "flexmask", "faster", "blocks kept", "perplexity", "RULER: dense, flexmask, change"]
+    return markdown_table(head, cells)
 
 
 def _named(tokens: int) -> str:
@@ -66,8 +64,7 @@ def _mean_scores(tokens: int, folder: Path) -> str:
         return "not run"
     means = both[["dense", _RULER[0]]].mean()
     change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
-    shown = f"{means.iloc[0]:.1f} to {means.iloc[1]:.1f}: {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
-    return f"{shown} ({both.index.get_level_values('task').nunique()} tasks)"
+    return f"{means.iloc[0]:.1f}, {means.iloc[1]:.1f}, {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
 
 
 def settings(folder: Path = FOLDER) -> list[str]:
@@ -135,8 +132,7 @@ def draw(axes: Any, folder: Path = FOLDER) -> None:
     engines = {
         "Qwen2.5-Coder-1.5B on text, default options, vLLM, H100": first_tokens(folder),
         "Llama 3.1 8B's shape, random weights: vLLM, H100": vllm_h100(folder),
-        "the same: SGLang, H200": sglang(folder),
-        f"the same: transformers, H200, random blocks, density {RANDOM:.0%}": transformers(folder),
+        "the same shape: SGLang, H200": sglang(folder),
     }
     lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
     for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
