@@ -78,8 +78,8 @@ def _entries(values, o_entry, size):
 
 @triton.jit
 def share_of_sum(total, share):
-    """A share of 1 is more than any sum, which keeps every candidate."""
-    return tl.where(share >= 1, 1e300, total * share)
+    """A share of 1 is more than any sum of values up to 1, which keeps every candidate."""
+    return tl.where(share >= 1, 1e12, total * share)
 
 
 @triton.jit

@@ -84,6 +84,10 @@ CALLS: dict[str, dict[str, Any]] = {
         **CHUNK, **QUERY_AWARE, "heads": (3, 1), "query_aware": "per_query", "pattern_queries": "middle", "min_budget": 16,
     },
     "capped": {**CHUNK, **QUERY_AWARE, "max_budget": 48},
+    # the last of the kept lines hold next to nothing
+    "capped, all of the sum": {
+        "q_len": 160, "tau": 0.6, "gamma": [0.43, 1.0, 0.91, 1.0], "max_budget": 48, "scores": {"scale": 2.0},
+    },
     "by head, flatten": {**CHUNK, "tau": 0.6, "gamma": [0.31, 1.0, 0.91, 0.43]},
     "by head, per_query": {**CHUNK, "tau": 0.6, "query_aware": "per_query", "gamma": [1.0, 0.61, 0.31, 0.83]},
     **{f"window of {window}": {**EDGES, "scores": {"window": window}} for window in (47, 48, 49)},
