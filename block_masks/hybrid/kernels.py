@@ -100,21 +100,17 @@ def thresholds(problem: BlockProblem, gamma: Number, rule: Rule) -> Thresholds:
 def _line_kernel(
     sums, norms, last_rows, kv_edges,
     thresholds,  # (2, batch, num_heads)
-    kept,  # int8; the key blocks are read where OF_DIAGONALS
+    kept,  # int8; for FAMILY 1, block diagonals, the key blocks are read
     num_heads, num_kv_blocks, near,
-    OF_DIAGONALS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+    FAMILY: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
+    head_of_family = FAMILY * tl.num_programs(1) + head
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    p_threshold = thresholds + head
-    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
-    if OF_DIAGONALS:
-        p_threshold += tl.num_programs(1)
-        p_candidates += num_kv_blocks
-    threshold = tl.load(p_threshold).to(tl.float32)
+    threshold = tl.load(thresholds + head_of_family).to(tl.float32)
     b_base, b_factor, b_own, num_rows = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
-    if OF_DIAGONALS:
+    if FAMILY == 1:
         b_total = diagonal_sums(
             sums, kept, b_base, b_factor, b_own, head, o_line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
             LEAVES_OUT=True,
@@ -125,12 +121,11 @@ def _line_kernel(
         # NaN must not be lost in a maximum
         b_share = tl.where(tl.sum((b_shares != b_shares).to(tl.int32), 1) > 0, float("nan"), tl.max(b_shares, 1))
     m_line = o_line < num_kv_blocks
-    m_candidate = tl.load(p_candidates, mask=m_line, other=0) != 0
-    p_kept = kept + head * num_kv_blocks + o_line
-    if OF_DIAGONALS:
-        p_kept += tl.num_programs(1) * num_kv_blocks
+    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + (3 + FAMILY) * num_kv_blocks
+    m_candidate = tl.load(p_candidates + o_line, mask=m_line, other=0) != 0
     # NaN drops nothing
-    tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
+    m_keep = ((b_share < threshold) == 0) & m_candidate
+    tl.store(kept + head_of_family * num_kv_blocks + o_line, m_keep.to(tl.int8), mask=m_line)
 
 
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
@@ -141,7 +136,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
             last.sums.blocks, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
             num_heads, blocks, min(near, MOST_BLOCKS),
-            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
+            FAMILY=family, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
     return kept
 
