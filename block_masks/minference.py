@@ -31,8 +31,6 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     for both block diagonals that they cross; "covering" is a superset, nearly dense where columns scatter. The paper's other
     patterns are `tri_shape_mask` and `streaming_llm_mask` (A-shape). Short prompts do not run dense.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     plan
