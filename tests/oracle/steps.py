@@ -40,11 +40,11 @@ class AttentionHead(NamedTuple):
     softcap: float | None
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Capped scores, (rows, keys)."""
-        scores = query @ key.T * self.scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        return scores
+        """Capped scores of rows with keys."""
+        return self.capped(query @ key.T * self.scale)
+
+    def capped(self, scores: Tensor) -> Tensor:
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
 def representative_rows(which: str, seen: Visibility) -> list[int]:
