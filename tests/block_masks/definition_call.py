@@ -45,23 +45,12 @@ class Call:
     def position(self, row: int) -> int:
         return self.seen.offset + row
 
-    def rows_of(self, block: int, blocks: int = 1) -> Blocks:
-        """Token rows of `blocks` query blocks."""
-        return [row for row in self.seen.valid_rows if 0 <= row - block * self.block_size < blocks * self.block_size]
-
     def keys_of(self, block: int) -> Blocks:
         return [k for k in self.valid_keys if k // self.block_size == block]
 
     def mean_key(self, h: int, block: int) -> Tensor:
         keys = self.keys_of(block)
         return self.heads[h].key[keys].mean(0) if keys else torch.zeros(self.heads[h].key.shape[1], dtype=torch.float64)
-
-    def visible_blocks(self, block: int) -> Blocks:
-        return [j for i, j in self.seen.visible_blocks if i == block]
-
-    def own_blocks(self, block: int) -> Blocks:
-        """Key blocks of a query block's rows, the first row's first."""
-        return self.seen.position_blocks[block]
 
     def attention(self, h: int, rows: Blocks) -> Tensor:
         """True attention of token rows, (rows, kv_len)."""
@@ -111,7 +100,11 @@ def static(keeps: Callable[..., bool]) -> Definition:
 
 
 def on_lines(call: Call, i: int, key_blocks: Blocks, diagonals: Blocks) -> Blocks:
-    return [j for j in range(call.num_kv_blocks) if j in key_blocks or any(own - j in diagonals for own in call.own_blocks(i))]
+    return [
+        j
+        for j in range(call.num_kv_blocks)
+        if j in key_blocks or any(own - j in diagonals for own in call.seen.position_blocks[i])
+    ]
 
 
 def top_lines(call: Call, h: int, i: int, rows: Blocks, sinks: Blocks, near: int, num_keys: float, num_offsets: float) -> Row:

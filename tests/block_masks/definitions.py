@@ -25,7 +25,7 @@ def is_sink(call: Call, j: int, sink_blocks: int) -> bool:
 
 
 def by_position(call: Call, i: int, sink_blocks: int, window_blocks: int) -> Blocks:
-    own = call.own_blocks(i)[0]
+    own = call.seen.position_blocks[i][0]
     return [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks) or own - j < window_blocks]
 
 
@@ -42,7 +42,7 @@ def tri_shape(call: Call, h: int, i: int, j: int, sink_blocks: int, window_block
 def lm_infinite(call: Call, h: int, i: int, j: int, global_tokens: int, local_tokens: int) -> bool:
     if set(call.keys_of(j)) & set(call.valid_keys[:global_tokens]):
         return True
-    return any(call.position(row) - k < local_tokens for row in call.rows_of(i) for k in call.keys_of(j))
+    return any(call.position(row) - k < local_tokens for row in call.seen.rows_of(i) for k in call.keys_of(j))
 
 
 @static
@@ -50,7 +50,7 @@ def moa(call: Call, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> 
     alpha, beta = plan if not isinstance(plan[0], tuple) else plan[h]
     filled = -(-(call.position(call.q_len)) // call.block_size)
     span = max(1, math.floor(alpha / call.block_size + beta * filled))
-    return is_sink(call, j, sink_blocks) or call.own_blocks(i)[0] - j < span
+    return is_sink(call, j, sink_blocks) or call.seen.position_blocks[i][0] - j < span
 
 
 def vertical_slash(call: Call, h: int, i: int, vertical_size: int, slash_size: int) -> Row:
@@ -81,8 +81,8 @@ def minference(call: Call, h: int, i: int, plan: Any, lines: str = "pooled") -> 
 
 
 def oracle(call: Call, h: int, i: int, gamma: float) -> Row:
-    mass = dict.fromkeys(call.visible_blocks(i), 0.0)
-    for row in call.attention(h, call.rows_of(i)).tolist():
+    mass = dict.fromkeys(call.seen.blocks_of(i), 0.0)
+    for row in call.attention(h, call.seen.rows_of(i)).tolist():
         for k, p in enumerate(row):
             if p:
                 mass[k // call.block_size] += p
@@ -96,7 +96,7 @@ def flash_prefill(call: Call, h: int, i: int, alpha: float, sink_blocks: int, wi
         if not keys:
             continue
         reach = math.inf if call.window is None else call.window
-        rows = [row for row in call.rows_of(i) if 0 <= call.position(row) - keys[-1] < reach]
+        rows = [row for row in call.seen.rows_of(i) if 0 <= call.position(row) - keys[-1] < reach]
         if rows:
             summed[j] = float(call.scores(h, rows, call.mean_key(h, j)[None]).exp().sum())
     limit = alpha * max(summed.values(), default=0.0)
@@ -107,7 +107,7 @@ def flash_prefill(call: Call, h: int, i: int, alpha: float, sink_blocks: int, wi
 
 
 def xattention(call: Call, h: int, i: int, stride: int, threshold: float) -> Row:
-    size, mass = call.block_size, dict.fromkeys(call.visible_blocks(i), 0.0)
+    size, mass = call.block_size, dict.fromkeys(call.seen.blocks_of(i), 0.0)
     tokens = set(call.valid_keys)
     for first_row in range(i * size, (i + 1) * size, stride):
         means = {}
@@ -128,7 +128,7 @@ def xattention(call: Call, h: int, i: int, stride: int, threshold: float) -> Row
         for first_key, share in zip(means, shares, strict=True):
             if first_key // size in mass:
                 mass[first_key // size] += share
-    return top_p(mass, sorted({call.first_block, *call.own_blocks(i)}), threshold)
+    return top_p(mass, sorted({call.first_block, *call.seen.position_blocks[i]}), threshold)
 
 
 def mean_cosine(x: Tensor) -> float:
@@ -138,7 +138,7 @@ def mean_cosine(x: Tensor) -> float:
 
 
 def sparge(call: Call, h: int, i: int, similarity_threshold: float, cdf_threshold: float, topk: float | None = None) -> Row:
-    (query, key, *_), rows = call.heads[h], call.rows_of(i)
+    (query, key, *_), rows = call.heads[h], call.seen.rows_of(i)
     centre = key[call.valid_keys].mean(0) if call.valid_keys else 0.0
     alike = {j: mean_cosine(key[call.keys_of(j)] - centre) for j in range(call.num_kv_blocks)}
     own = mean_cosine(query[rows])
@@ -146,7 +146,7 @@ def sparge(call: Call, h: int, i: int, similarity_threshold: float, cdf_threshol
     if own <= similarity_threshold:
         return list(range(call.num_kv_blocks)), margin
     unlike = [j for j in alike if alike[j] <= similarity_threshold]
-    candidates = [j for j in call.visible_blocks(i) if j not in unlike and call.keys_of(j)]
+    candidates = [j for j in call.seen.blocks_of(i) if j not in unlike and call.keys_of(j)]
     if not candidates:
         return unlike, margin
     means = torch.stack([call.mean_key(h, j) for j in candidates])
@@ -164,7 +164,7 @@ def sparge(call: Call, h: int, i: int, similarity_threshold: float, cdf_threshol
 def infllm(call: Call, h: int, i: int, topk_blocks: int, local_tokens: int, execution_blocks: int, sink_blocks: int = 1) -> Row:
     group = i // execution_blocks * execution_blocks
     first = call.position(group * call.block_size)
-    rows = call.rows_of(group, execution_blocks)
+    rows = call.seen.rows_of(group, execution_blocks)
     sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
     local, scores = [], {}
     for j in range(call.num_kv_blocks):
@@ -181,9 +181,9 @@ def infllm(call: Call, h: int, i: int, topk_blocks: int, local_tokens: int, exec
 
 def hip(call: Call, h: int, i: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int = 2) -> Row:
     size, margin = call.block_size, math.inf
-    seen = call.visible_blocks(i)
+    seen = call.seen.blocks_of(i)
     start = max(call.first_block + sink_blocks, seen[0] if seen else 0)
-    length = max(0, call.own_blocks(i)[0] - window_blocks + 1 - start)
+    length = max(0, call.seen.position_blocks[i][0] - window_blocks + 1 - start)
     rows = [row for row in range(i * size, min((i + 1) * size, call.q_len), query_stride) if row in call.seen.valid_rows]
 
     def score(low: int, high: int) -> float:

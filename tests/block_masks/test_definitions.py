@@ -65,7 +65,7 @@ def expected_of(name: str, case: Case, options: dict[str, Any]) -> tuple[Tensor,
         )
         for h, i in itertools.product(range(2), range(rows)):
             kept, margin = DEFINITIONS[name](written, h, i, **options)
-            visible = written.visible_blocks(i)
+            visible = seen.blocks_of(i)
             keep[b, h, i, [j for j in visible if j in kept or j in seen.position_blocks[i]]] = True
             clear[b, h, i] = margin > MARGIN or not visible
     return keep, clear
