@@ -12,7 +12,8 @@ from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
+from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.vertical_slash import line_mass
 from flexmask.kernels.visibility import kv_edges_of
 
 

@@ -16,7 +16,8 @@ from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
 from flexmask.kernels import MOST_BLOCKS, Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, RepresentativeMass, diagonal_sums, key_block_shares, load_rows
+from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 _Q_BLOCKS = 128
@@ -130,11 +131,11 @@ def _line_kernel(
 
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
-    batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
-    kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
+    batch, num_heads, blocks, block_size, _ = last.sums.shape
+    kept = last.sums.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
+            last.sums, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
             num_heads, blocks, min(near, MOST_BLOCKS),
             FAMILY=family, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
