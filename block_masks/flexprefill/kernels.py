@@ -101,7 +101,7 @@ def _pattern_kernel(
     is_query_aware, distance, kept, num_heads, num_kv_blocks, cap, floor, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # compilers pass Python's floats as float64
+    # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     family = tl.program_id(0).to(tl.int64)

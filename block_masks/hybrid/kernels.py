@@ -148,12 +148,12 @@ def _row_blocks_kernel(
     number, q_edges,
     thresholds,  # (batch, num_heads, num_q_blocks)
     codes,  # int8
-    min_coverage,  # float64, read if FLOOR_IS_READ
+    min_coverage,  # float64, read if COVERAGE_IS_READ
     num_heads, num_q_blocks, num_kv_blocks, max_distance,
-    floor,  # min_coverage as a number
+    coverage,  # min_coverage as a number
     of_lines,  # share of its threshold at which a query block takes lines
-    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_FLOOR: tl.constexpr, FLOOR_IS_READ: tl.constexpr, HALVINGS: tl.constexpr,
-    SLACK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_COVERAGE: tl.constexpr, COVERAGE_IS_READ: tl.constexpr,
+    HALVINGS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     # long rows first
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -184,12 +184,12 @@ def _row_blocks_kernel(
         b_takes_lines = ((b_square < least_of_lines) == 0).to(tl.int8)
         m_chosen = (b_square < least_of_rows) == 0
         tl.store(p_codes + o_kv, b_takes_lines + 2 * m_chosen.to(tl.int8), mask=o_kv < end)
-        if HAS_FLOOR:
+        if HAS_COVERAGE:
             b_share = tl.sqrt(b_square)
             b_evidence += b_share
             b_held += tl.where(m_chosen, b_share, 0.0)
-    if HAS_FLOOR:
-        needed = (tl.load(min_coverage).to(tl.float32) if FLOOR_IS_READ else floor) * tl.sum(b_evidence, 0)
+    if HAS_COVERAGE:
+        needed = (tl.load(min_coverage).to(tl.float32) if COVERAGE_IS_READ else coverage) * tl.sum(b_evidence, 0)
         held = tl.sum(b_held, 0)
         if held < needed:
             # Triton carries no variable over a loop that sets it to the value of another from before
@@ -236,7 +236,7 @@ def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
         squares, number, problem.edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
         num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage), of_lines,
-        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=not is_off(min_coverage), FLOOR_IS_READ=is_read,
+        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read,
         HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
     return Blocks(codes, gated=True)

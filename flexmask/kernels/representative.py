@@ -38,16 +38,14 @@ def _block_sums_kernel(
     query, key, representative,
     mask,  # (batch, kv_len) bool, read if PADDED
     sums,
-    # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum; flat, since num_chunks is
-    # often 1, which compilers take as a constant
-    chunks,
+    chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
     key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     PER_KEY: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PADDED: tl.constexpr, ONE_STORE: tl.constexpr,
 ):  # fmt: skip
-    # compilers pass Python's floats as float64
+    # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
@@ -206,7 +204,7 @@ def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass
     per_key = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
-    chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
+    chunks = query.new_empty((batch, num_heads, num_chunks, block_size, 2), dtype=torch.float32)
     padded_dim = max(16, next_power_of_2(head_dim))
     grid = (per_key * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](

@@ -9,10 +9,14 @@ import math
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
+from flexmask import block_masks
 from tests.block_masks.definition_call import Blocks, Call, Definition, Row, gap, on_lines, static, top, top_lines, top_p
+from tests.cases import Case
 
 
 @static
@@ -253,3 +257,13 @@ TESTED = {
     "xattention": Tested(xattention, {"stride": 4, "threshold": 0.6}, {"threshold": 1.0}, ({"stride": 16, "threshold": 0.9},)),
 }  # fmt: skip
 DEFINITIONS = {name: tested.definition for name, tested in TESTED.items() if tested.definition is not None}
+MASKS = {name.removesuffix("_mask"): getattr(block_masks, name) for name in block_masks.__all__}
+SPARSE = {name: tested.sparse for name, tested in TESTED.items()}
+all_masks = pytest.mark.parametrize("name", list(MASKS))
+
+
+def mask_of(name: str, case: Case, **options: Any) -> BlockMask:
+    """The mask of a method, without options under those in which it is sparse."""
+    shared = {"block_size": case.config.block_size, **case.keywords()}
+    mask: BlockMask = MASKS[name](case.query, case.key, **shared, **(options or SPARSE[name]))
+    return mask

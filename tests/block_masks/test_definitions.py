@@ -10,8 +10,7 @@ from torch import Tensor
 from flexmask import METHODS, select
 from tests.attention_calls import call, padding
 from tests.block_masks.definition_call import Call
-from tests.block_masks.definitions import DEFINITIONS, TESTED
-from tests.block_masks.gallery import MASKS, mask_of
+from tests.block_masks.definitions import DEFINITIONS, MASKS, TESTED, mask_of
 from tests.cases import Case
 from tests.oracle.steps import AttentionHead
 from tests.oracle.visibility import query_offsets, visibility

@@ -8,8 +8,7 @@ import torch
 
 import flexmask
 from flexmask import METHODS, block_masks
-from tests.block_masks.definitions import TESTED
-from tests.block_masks.gallery import MASKS, all_masks
+from tests.block_masks.definitions import MASKS, TESTED, all_masks
 from tests.repository import ROOT
 
 INPUTS = torch.zeros(1, 4, 64, 32), torch.zeros(1, 2, 64, 32)
