@@ -1,8 +1,8 @@
-"""Compile the kernels for GPUs that need not be there, and report their shared memory.
+"""Compile the kernels for a GPU that need not be there, and report their shared memory.
 
-``python -m tests.kernels.compile_kernels tight|wide|choice TARGET...``, without the interpreter. "choice" compiles every kernel
-for a few problems, "tight" and "wide" those that hold tiles of keys near their limits. Writes a line of JSON per kernel and set
-of constants.
+``python -m tests.kernels.compile_kernels tight|wide|choice TARGET``, without the interpreter. "choice" compiles every kernel
+for a few problems, "tight" and "wide" those that hold tiles of keys near their limits. Writes JSON: name, bytes of shared memory
+and problem of every kernel and set of constants.
 """
 
 import json
@@ -109,19 +109,16 @@ def shared_memory(variant: Variant, target: str) -> int:
     return int(triton.compile(ASTSource(*variant[:4]), gpu, variant.options).metadata.shared)
 
 
-def main(targets: list[str], which: str) -> None:
-    for target in targets:
-        torch.version.hip = "6.4" if target.startswith("gfx") else None
-        done = set()
-        for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE}[which]:
-            for name, variant in launched(problem).items():
-                kernel = variant.kernel.fn.__name__
-                if name in done or (which in ("tight", "wide") and kernel not in WITH_TILES):
-                    continue
-                done.add(name)
-                result = {"target": target, "kernel": kernel, "problem": str(problem), "shared": shared_memory(variant, target)}
-                print("compiled " + json.dumps(result), flush=True)
+def main(which: str, target: str) -> None:
+    torch.version.hip = "6.4" if target.startswith("gfx") else None
+    variants: dict[str, tuple[Problem, Variant]] = {}
+    for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE}[which]:
+        for name, variant in launched(problem).items():
+            if which == "choice" or variant.kernel.fn.__name__ in WITH_TILES:
+                variants.setdefault(name, (problem, variant))
+    compiled = [(v.kernel.fn.__name__, shared_memory(v, target), str(problem)) for problem, v in variants.values()]
+    print(json.dumps(compiled))
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:], sys.argv[1])
+    main(*sys.argv[1:])
