@@ -33,8 +33,6 @@ def flash_prefill_mask(
     no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk the last query blocks are
     those of the chunk.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     alpha

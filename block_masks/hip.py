@@ -39,8 +39,6 @@ def hip_mask(
     Differs from the paper: its descent goes on to chunks of two keys; here k whole blocks are kept. All representative keys are
     scored at once, at a cost of rows times blocks instead of n log n.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     topk_blocks

@@ -32,7 +32,7 @@ def infllm_mask(
     Differs from the paper: InfLLM gives all keys outside the window one distance, which a mask cannot; the lookup compares
     rotated queries and keys. A unit is represented by its mean key instead of the four keys with the most local attention.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`. All heads share one mask.
+    All heads share one mask.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from flexmask.base.inputs import map_bytes
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.method import BlockProblem, PairsByHead, method
-from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows, row_mass
+from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows
 
 LAST_ROWS = 64
 SINK_TOKENS = 30
@@ -30,8 +30,6 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     Differs from the paper: its kernel reads single columns. "pooled" is a coarser mask of the same budget, whose slashes count
     for both block diagonals that they cross; "covering" is a superset, nearly dense where columns scatter. The paper's other
     patterns are `tri_shape_mask` and `streaming_llm_mask` (A-shape). Short prompts do not run dense.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -55,7 +53,7 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
     count = torch.stack([pairs[:, 0].clamp(min=SINK_TOKENS), pairs[:, 1].clamp(min=NEAR_OFFSETS // 2)])[:, None, :, None]
     if lines == "pooled":
-        mass = line_mass(row_mass(attention, rows, size), rows, size)
+        mass = line_mass(attention, rows, size)
         near = problem.kv_block < -(-NEAR_OFFSETS // size)
         vertical = mass.vertical.masked_fill(problem.sinks_of_tokens(SINK_TOKENS)[:, 0], float("inf"))
         values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])

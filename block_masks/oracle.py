@@ -20,8 +20,6 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
 
     Source: none; the mass that the other methods estimate.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     gamma

@@ -1,4 +1,7 @@
-"""Masks that only positions decide, the same for every input: dense attention, sinks and windows."""
+"""Masks that only positions decide: dense attention, sinks and windows.
+
+Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask, but for `moa_mask`.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,6 @@ def causal_mask(problem: BlockProblem) -> None:
 
     Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
     subset.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Examples
     --------
@@ -39,9 +39,6 @@ def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_token
 
     Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask and is left out, so
     beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Parameters
     ----------
@@ -83,9 +80,6 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
     Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
     nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read; scale and softcap are checked.
-
     Parameters
     ----------
     plan
@@ -123,9 +117,6 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
     Differs from the paper: whole blocks, where the paper has 4 sink tokens; positions are not re-counted within the cache, which
     a mask cannot do.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
-
     Parameters
     ----------
     sink_blocks
@@ -158,9 +149,6 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. Layers
     that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``. In a
     chunk the last rows are those of the chunk.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-    Only the shapes of query and key are read; scale and softcap are checked. All heads share one mask.
 
     Parameters
     ----------

@@ -58,8 +58,6 @@ def published_mask(
     Differs from the published code: scores are float32 (it rounds them to the input's dtype, which moves a few heads in
     bfloat16); its dense shortcut for short prompts is left out; at gamma 1 rounding does not decide.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     gamma, tau, min_budget, max_budget

@@ -41,8 +41,6 @@ def sparge_mask(
     as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys, hence
     another in each chunk.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     similarity_threshold

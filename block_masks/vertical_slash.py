@@ -28,8 +28,6 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     Differs from the paper: a slash counts for both block diagonals that it crosses, in the published code for the nearer only;
     short prompts do not run dense.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     vertical_size, slash_size

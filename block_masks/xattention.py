@@ -37,8 +37,6 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     Differs from the paper: the mean is over existing pairs, where the published code divides by s; its per-head thresholds for
     one model are left out. The sink is key column 0, as in the paper; the published flag forces query row 0.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     stride

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, Union, cast, get_args, get_origin, get_type_hints, overload
@@ -24,6 +25,7 @@ MOST_MASK_BYTES = 16 * 2**30
 # options that `flexmask.select.selection_operator` passes
 _PASSED = (int, float, bool, str, type(None), ByHead, PairsByHead)
 _Plans = Mapping[str, Callable[[int], PairsByHead]]
+_OF_ALL = "The other parameters, the result and the errors are those of `flexprefill_mask`."
 
 
 class MaskFunction(Protocol):
@@ -77,7 +79,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     -------
     callable
         ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with the
-        `Method` as its attribute ``method``.
+        `Method` as its attribute ``method``. A docstring without "Returns" is completed by a reference to that of flexprefill.
 
     Raises
     ------
@@ -141,6 +143,9 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
         group = HeadGroup(*(slice(0, number) for number in (query.shape[0], query.shape[1], key.shape[1])))
         return (mask, stats_of([selection.stats], [group])) if return_stats else mask
 
+    doc = inspect.getdoc(choose)
+    if doc is not None and "\nReturns\n" not in doc:
+        generate.__doc__ = re.sub(r"^(?=\w+\n-+$)", f"{_OF_ALL}\n\n", doc, count=1, flags=re.MULTILINE)
     # its signature is another
     del generate.__wrapped__
     common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

@@ -83,40 +83,31 @@ def representative_rows(which: str, tokens: Tokens, block_size: int) -> Represen
     return RepresentativeRows(row, valid, tokens.offset.unsqueeze(-1) + row)
 
 
-class RowMass(NamedTuple):
-    """Attention mass by row and key block, and its share by diagonal, (batch, num_heads, block_size, num_kv_blocks) float32."""
-
-    block: Tensor  # to the key block
-    after: Tensor  # of that, to block diagonal P-j+1
-    before: Tensor  # of that, to block diagonal P-j-1; the rest goes to P-j
-
-
 class LineMass(NamedTuple):
     """The representative attention, pooled; V and S are means over the valid rows."""
 
     vertical: Tensor  # V, (batch, num_heads, num_kv_blocks) float32
     slash: Tensor  # S, the same shape
-    by_row: Tensor  # (batch, num_heads, block_size, num_kv_blocks) float32
+    by_row: Tensor  # (batch, num_heads, block_size, num_kv_blocks) float32, by key block; 0 in rows not valid
 
 
-def row_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> RowMass:
-    """Sums of the representative attention by row and key block; invalid rows are 0."""
+def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int, left_out: Tensor | None = None) -> LineMass:
+    """Pool the representative attention, without `left_out`, which is shaped as `LineMass.by_row`."""
     attention = whole_blocks(attention, 3, block_size)
     row_phase = (rows.position % block_size).unsqueeze(-1)
     # a quotient of integers has the default dtype
     lead = (row_phase - torch.arange(block_size, device=attention.device)).float() / block_size
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.valid[..., None, None], weights, 0.0)
-    return RowMass(*(attention @ weights[:, None]).unbind(-1))
-
-
-def line_mass(sums: RowMass, rows: RepresentativeRows, block_size: int) -> LineMass:
-    """Means over the representative rows by key block and by block diagonal."""
+    # to key block j, and the parts of it on block diagonals P-j+1 and P-j-1; the rest is on P-j
+    by_row, after, before = (
+        sums if left_out is None else torch.where(left_out, 0.0, sums) for sums in (attention @ weights[:, None]).unbind(-1)
+    )
     own_block = rows.position // block_size
-    slash = _by_diagonal(sums.block - sums.after - sums.before, own_block)
-    slash = slash + _by_diagonal(sums.after, own_block + 1) + _by_diagonal(sums.before, own_block - 1)
+    slash = _by_diagonal(by_row - after - before, own_block)
+    slash = slash + _by_diagonal(after, own_block + 1) + _by_diagonal(before, own_block - 1)
     number = rows.valid.sum(-1).clamp(min=1)[:, None, None]
-    return LineMass(sums.block.sum(2) / number, slash / number, sums.block)
+    return LineMass(by_row.sum(2) / number, slash / number, by_row)
 
 
 def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
@@ -178,7 +169,7 @@ def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass
     """Step 1: the attention of the "last" or the "middle" rows, and its mass by line."""
     rows = representative_rows(which, problem.tokens, problem.block_size)
     attention = representative_attention(problem.inputs, rows, problem.tokens)
-    return RepresentativeMass(rows, attention, line_mass(row_mass(attention, rows, problem.block_size), rows, problem.block_size))
+    return RepresentativeMass(rows, attention, line_mass(attention, rows, problem.block_size))
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
 from tests.attention_calls import SINKS
-from tests.block_masks.gallery import MASKS, SPARSE
+from tests.block_masks.definitions import MASKS, SPARSE
 from tests.cases import structured_inputs
 from tests.compile_support import lists_of
 

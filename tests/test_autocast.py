@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from flexmask import flexprefill_mask, sparse_attention, warmup
 from tests import public_calls
 from tests.attention_calls import SINKS
-from tests.block_masks.gallery import MASKS, SPARSE
+from tests.block_masks.definitions import MASKS, SPARSE
 from tests.compile_support import counting as counting
 from tests.compile_support import lists_of, traced
 from tests.public_calls import OPTIONS, assert_same_results, attention, engines, tensors_of, varlen

@@ -10,7 +10,7 @@ import torch
 
 import flexmask
 from flexmask import SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
-from tests.block_masks.gallery import MASKS
+from tests.block_masks.definitions import MASKS
 
 PUBLIC = [
     "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",

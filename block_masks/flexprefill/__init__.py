@@ -124,7 +124,7 @@ def flexprefill_mask(
     (1, 4, 512, 512)
     """
     shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
-    largest: Number = tau if is_off(tau) else problem.as_tensor(tau)
+    limit: Number = tau if is_off(tau) else problem.as_tensor(tau)  # of the distance
     steps: Any = kernels if problem.by_kernels else plain  # the method's own
     size = problem.block_size
     floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
@@ -135,11 +135,11 @@ def flexprefill_mask(
 
     # step 2: does attention follow block means?  step 3a: the lines of either kind of head
     key_means = problem.key_means()
-    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, largest), (floor, cap))
+    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, limit), (floor, cap))
 
     # step 3b: blocks of the pooled map
     blocks = None
-    if isinstance(largest, Tensor):
+    if isinstance(limit, Tensor):
         blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
 
     # step 4: blocks kept always; step 5: lists

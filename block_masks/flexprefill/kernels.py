@@ -12,7 +12,8 @@ from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.vertical_slash import RepresentativeMass, line_mass
+from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.vertical_slash import line_mass
 from flexmask.kernels.visibility import kv_edges_of
 
 
@@ -100,7 +101,7 @@ def _pattern_kernel(
     is_query_aware, distance, kept, num_heads, num_kv_blocks, cap, floor, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    # compilers pass Python's floats as float64
+    # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     family = tl.program_id(0).to(tl.int64)

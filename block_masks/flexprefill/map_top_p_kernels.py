@@ -208,13 +208,19 @@ def _chosen_kernel(
             tied_before += tl.sum(b_tied, 0)
 
 
-def large_map_top_p(
-    problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor, chosen: Tensor, digit_bits: int, chunks: int
-) -> None:
-    """Write `top_p_map`'s result into `chosen`, in passes of `digit_bits` bits over `chunks` chunks of rows."""
+def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor) -> Tensor:
+    """Each active head's heaviest blocks of `pooled_map` up to gamma of the sum; of equal ones the first. int8, as written."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     heads, q_edges, block_size = batch * num_heads, problem.edges.q_edges, problem.block_size
     sizes = (num_heads, num_q_blocks, num_kv_blocks)
+    chosen = values.new_empty(values.shape, dtype=torch.int8)
+    if num_q_blocks * num_kv_blocks <= SMALL_MAP:
+        _small_map_kernel[(heads,)](
+            values, active, q_edges, gamma, chosen, *sizes,
+            BLOCK_SIZE=block_size, PASSES=BITS // _SMALL, DIGIT_BITS=_SMALL, SIZE=SMALL_MAP, num_warps=16,
+        )  # fmt: skip
+        return chosen
+    digit_bits, chunks = _MEDIUM if num_q_blocks * num_kv_blocks <= MEDIUM_MAP else _LARGE
     passes, digits = BITS // digit_bits, 1 << digit_bits
     sums = gamma  # not read by the first pass
     for digit_pass in range(passes):
@@ -233,22 +239,6 @@ def large_map_top_p(
     _chosen_kernel[(num_q_blocks, heads)](
         values, active, q_edges, choice, ties, chosen, *sizes, BLOCK_SIZE=block_size, TILE=TILE, num_warps=2
     )
-
-
-def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor) -> Tensor:
-    """Each active head's heaviest blocks of `pooled_map` up to gamma of the sum; of equal ones the first. int8, as written."""
-    batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, q_edges = batch * num_heads, problem.edges.q_edges
-    sizes = (num_heads, num_q_blocks, num_kv_blocks)
-    chosen = values.new_empty(values.shape, dtype=torch.int8)
-    if num_q_blocks * num_kv_blocks <= SMALL_MAP:
-        _small_map_kernel[(heads,)](
-            values, active, q_edges, gamma, chosen, *sizes,
-            BLOCK_SIZE=problem.block_size, PASSES=BITS // _SMALL, DIGIT_BITS=_SMALL, SIZE=SMALL_MAP, num_warps=16,
-        )  # fmt: skip
-        return chosen
-    digit_bits, chunks = _MEDIUM if num_q_blocks * num_kv_blocks <= MEDIUM_MAP else _LARGE
-    large_map_top_p(problem, values, active, gamma, chosen, digit_bits, chunks)
     return chosen
 
 

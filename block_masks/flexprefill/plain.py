@@ -62,21 +62,15 @@ def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma
     return ranks(lines, candidates) < count.unsqueeze(-1)
 
 
-def top_p_blocks(values: Tensor, visible: Tensor, gamma: Tensor, rule: str, max_blocks: int | None) -> Tensor:
-    """The fewest blocks that hold gamma of a head's map, or by the rule "per_query" of each row, capped per row; bool."""
+def query_aware_blocks(
+    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
+) -> Blocks:
+    """Step 3b: query-aware heads keep the fewest blocks with gamma of the pooled map, "per_query" of each row, capped by row."""
+    values, visible = pooled_map(problem, key_means, problem.key_counts()), problem.visible
     if rule == "per_query":
         kept = top_p(values, visible, gamma.unsqueeze(-1))
     else:
         kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
     if max_blocks is not None:
         kept = kept & (ranks(values, kept) < max_blocks)
-    return kept
-
-
-def query_aware_blocks(
-    problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
-) -> Blocks:
-    """Step 3b: the blocks that query-aware heads keep of their pooled map."""
-    values = pooled_map(problem, key_means, problem.key_counts())
-    kept = top_p_blocks(values, problem.visible, gamma, rule, max_blocks)
     return Blocks(kept & is_query_aware[..., None, None])

@@ -46,7 +46,7 @@ def _pooled_map_kernel(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PER_KEY: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
-    # compilers pass Python's floats as float64
+    # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     head = tl.program_id(1).to(tl.int64)
@@ -71,34 +71,27 @@ def _pooled_map_kernel(
         )
         b_highest = tl.full([ROWS], float("-inf"), tl.float32)
         b_total = tl.zeros([ROWS], tl.float32)
-        for start in range(0, end, COLUMNS):
-            o_kv = start + tl.arange(0, COLUMNS)
-            b_score = _scores(
-                b_q, p_k_means, o_kv, p_kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len,
-                max_distance, scale, softcap,
-                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
-            )  # fmt: skip
-            b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
-            b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-            b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.exp2(b_score - b_base[:, None]), 1)
-            b_highest = b_higher
-        b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
-        b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
         # computing the products again is cheaper than storing the scores
-        for start in range(0, end, COLUMNS):
-            o_kv = start + tl.arange(0, COLUMNS)
-            b_score = _scores(
-                b_q, p_k_means, o_kv, p_kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len,
-                max_distance, scale, softcap,
-                HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
-            )  # fmt: skip
-            b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]
-            b_p = tl.where(b_score == float("-inf"), -1.0, tl.where(b_p == b_p, b_p, 0.0))
-            tl.store(
-                values + (head * num_q_blocks + o_q)[:, None] * num_kv_blocks + o_kv[None, :],
-                b_p,
-                mask=m_q[:, None] & (o_kv[None, :] < b_end[:, None]),
-            )
+        for is_second in tl.static_range(2):
+            b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
+            b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
+            for start in range(0, end, COLUMNS):
+                o_kv = start + tl.arange(0, COLUMNS)
+                b_score = _scores(
+                    b_q, p_k_means, o_kv, p_kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len,
+                    max_distance, scale, softcap,
+                    HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
+                )  # fmt: skip
+                if is_second:
+                    b_p = tl.exp2(b_score - b_base[:, None]) * b_factor[:, None]
+                    b_p = tl.where(b_score == float("-inf"), -1.0, tl.where(b_p == b_p, b_p, 0.0))
+                    p_values = values + (head * num_q_blocks + o_q)[:, None] * num_kv_blocks + o_kv[None, :]
+                    tl.store(p_values, b_p, mask=m_q[:, None] & (o_kv[None, :] < b_end[:, None]))
+                else:
+                    b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
+                    b_higher_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+                    b_total = b_total * tl.exp2(b_highest - b_higher_base) + tl.sum(tl.exp2(b_score - b_higher_base[:, None]), 1)
+                    b_highest = b_higher
 
 
 def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ BITS = 30  # values up to 1.0 have the bit pattern 0x3F800000, below 2**30
 
 @triton.jit
 def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
-    """Keep and count the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
+    """Keep the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
 
     `values` points to `size` float32: negative is no candidate, NaN counts as 0, of equal values the lower index goes first.
     `kept` points to `size` int8. A `share` of 1 keeps every candidate up to the cap; the floor comes last.
@@ -65,7 +65,6 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
         m_keep = (b_bits > low) | ((b_tied != 0) & (b_rank < missing))
         tl.store(kept + o_entry, m_keep.to(tl.int8), mask=o_entry < size)
         tied_before += tl.sum(b_tied, 0)
-    return count + tl.minimum(tied_before, missing)
 
 
 @triton.jit
@@ -78,8 +77,8 @@ def _entries(values, o_entry, size):
 
 @triton.jit
 def share_of_sum(total, share):
-    """A share of 1 is more than any sum, which keeps every candidate."""
-    return tl.where(share >= 1, 1e300, total * share)
+    """A share of 1 is more than any sum of values up to 1, which keeps every candidate."""
+    return tl.where(share >= 1, 1e12, total * share)
 
 
 @triton.jit

@@ -73,8 +73,8 @@ def hybrid_mask(
       rows; each row counts diagonals from its own block, the 0th;
     - its first visible key block and its diagonal.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`. While it is made, a mask takes up to 10 bytes
-    per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the evidence.
+    While it is made, a mask takes up to 10 bytes per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the
+    evidence.
 
     Parameters
     ----------

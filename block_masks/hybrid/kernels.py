@@ -16,7 +16,8 @@ from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
 from flexmask.kernels import MOST_BLOCKS, Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, RepresentativeMass, diagonal_sums, key_block_shares, load_rows
+from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, diagonal_sums, key_block_shares, load_rows
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 _Q_BLOCKS = 128
@@ -100,21 +101,17 @@ def thresholds(problem: BlockProblem, gamma: Number, rule: Rule) -> Thresholds:
 def _line_kernel(
     sums, norms, last_rows, kv_edges,
     thresholds,  # (2, batch, num_heads)
-    kept,  # int8; the key blocks are read where OF_DIAGONALS
+    kept,  # int8; for FAMILY 1, block diagonals, the key blocks are read
     num_heads, num_kv_blocks, near,
-    OF_DIAGONALS: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+    FAMILY: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
+    head_of_family = FAMILY * tl.num_programs(1) + head
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    p_threshold = thresholds + head
-    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
-    if OF_DIAGONALS:
-        p_threshold += tl.num_programs(1)
-        p_candidates += num_kv_blocks
-    threshold = tl.load(p_threshold).to(tl.float32)
+    threshold = tl.load(thresholds + head_of_family).to(tl.float32)
     b_base, b_factor, b_own, num_rows = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
-    if OF_DIAGONALS:
+    if FAMILY == 1:
         b_total = diagonal_sums(
             sums, kept, b_base, b_factor, b_own, head, o_line[:, None], near, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
             LEAVES_OUT=True,
@@ -125,23 +122,22 @@ def _line_kernel(
         # NaN must not be lost in a maximum
         b_share = tl.where(tl.sum((b_shares != b_shares).to(tl.int32), 1) > 0, float("nan"), tl.max(b_shares, 1))
     m_line = o_line < num_kv_blocks
-    m_candidate = tl.load(p_candidates, mask=m_line, other=0) != 0
-    p_kept = kept + head * num_kv_blocks + o_line
-    if OF_DIAGONALS:
-        p_kept += tl.num_programs(1) * num_kv_blocks
+    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + (3 + FAMILY) * num_kv_blocks
+    m_candidate = tl.load(p_candidates + o_line, mask=m_line, other=0) != 0
     # NaN drops nothing
-    tl.store(p_kept, (((b_share < threshold) == 0) & m_candidate).to(tl.int8), mask=m_line)
+    m_keep = ((b_share < threshold) == 0) & m_candidate
+    tl.store(kept + head_of_family * num_kv_blocks + o_line, m_keep.to(tl.int8), mask=m_line)
 
 
 def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.last_rows_lines`."""
-    batch, num_heads, blocks, block_size, _ = last.sums.blocks.shape
-    kept = last.sums.blocks.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
+    batch, num_heads, blocks, block_size, _ = last.sums.shape
+    kept = last.sums.new_empty((2, batch, num_heads, blocks), dtype=torch.int8)
     for family in range(2):
         _line_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-            last.sums.blocks, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
+            last.sums, last.norms, last.rows, problem.edges.kv_edges, thresholds, kept,
             num_heads, blocks, min(near, MOST_BLOCKS),
-            OF_DIAGONALS=family == 1, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
+            FAMILY=family, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
         )  # fmt: skip
     return kept
 
@@ -152,12 +148,12 @@ def _row_blocks_kernel(
     number, q_edges,
     thresholds,  # (batch, num_heads, num_q_blocks)
     codes,  # int8
-    min_coverage,  # float64, read if FLOOR_IS_READ
+    min_coverage,  # float64, read if COVERAGE_IS_READ
     num_heads, num_q_blocks, num_kv_blocks, max_distance,
-    floor,  # min_coverage as a number
+    coverage,  # min_coverage as a number
     of_lines,  # share of its threshold at which a query block takes lines
-    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_FLOOR: tl.constexpr, FLOOR_IS_READ: tl.constexpr, HALVINGS: tl.constexpr,
-    SLACK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_COVERAGE: tl.constexpr, COVERAGE_IS_READ: tl.constexpr,
+    HALVINGS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     # long rows first
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -188,12 +184,12 @@ def _row_blocks_kernel(
         b_takes_lines = ((b_square < least_of_lines) == 0).to(tl.int8)
         m_chosen = (b_square < least_of_rows) == 0
         tl.store(p_codes + o_kv, b_takes_lines + 2 * m_chosen.to(tl.int8), mask=o_kv < end)
-        if HAS_FLOOR:
+        if HAS_COVERAGE:
             b_share = tl.sqrt(b_square)
             b_evidence += b_share
             b_held += tl.where(m_chosen, b_share, 0.0)
-    if HAS_FLOOR:
-        needed = (tl.load(min_coverage).to(tl.float32) if FLOOR_IS_READ else floor) * tl.sum(b_evidence, 0)
+    if HAS_COVERAGE:
+        needed = (tl.load(min_coverage).to(tl.float32) if COVERAGE_IS_READ else coverage) * tl.sum(b_evidence, 0)
         held = tl.sum(b_held, 0)
         if held < needed:
             # Triton carries no variable over a loop that sets it to the value of another from before
@@ -240,7 +236,7 @@ def row_blocks(problem: BlockProblem, split: SplitMeans, thresholds: Tensor, of_
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
         squares, number, problem.edges.q_edges, thresholds, codes, min_coverage if is_read else number, num_heads,
         num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage), of_lines,
-        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_FLOOR=not is_off(min_coverage), FLOOR_IS_READ=is_read,
+        BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS, HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read,
         HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
     return Blocks(codes, gated=True)

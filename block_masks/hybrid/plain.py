@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.plain import Blocks, RepresentativeMass, RowMass, line_mass, pooled_scores, row_mass
+from flexmask.plain import Blocks, RepresentativeMass, line_mass, pooled_scores
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6
@@ -80,9 +80,7 @@ def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds:
 
     own_block = rows.position // problem.block_size
     far = own_block.unsqueeze(-1) - torch.arange(most.shape[-1], device=most.device) >= near
-    left_out = vertical.unsqueeze(2) & far[:, None]
-    rest = (torch.where(left_out, 0.0, sums) for sums in row_mass(last.attention, rows, problem.block_size))
-    left = line_mass(RowMass(*rest), rows, problem.block_size).slash
+    left = line_mass(last.attention, rows, problem.block_size, vertical.unsqueeze(2) & far[:, None]).slash
     slash = ~(left < of_diagonal.float().unsqueeze(-1)) & in_slash
     return torch.stack([vertical, slash])
 

@@ -74,7 +74,7 @@ def _evidence_kernel(
     HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HALVES: tl.constexpr, HAS_TF32: tl.constexpr, PADDED: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
-    # compilers pass Python's floats as float64
+    # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
@@ -127,41 +127,36 @@ def _evidence_kernel(
 
     b_highest = tl.full([MAP_ROWS * ROWS], float("-inf"), tl.float32)
     b_total = tl.zeros([MAP_ROWS * ROWS], tl.float32)
-    for is_edge in tl.static_range(2):
-        for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
-            index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
-            b_score, o_kv = _scores(
-                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
-                num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
-                PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
-            )  # fmt: skip
-            b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
-            b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher * to_log2)
-            b_total = b_total * tl.exp2(b_highest * to_log2 - b_base) + tl.sum(tl.exp2(b_score * to_log2 - b_base[:, None]), 1)
-            b_highest = b_higher
-    b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest * to_log2)
-    b_log_total = b_base + tl.log2(tl.where(b_total == 0, 1.0, b_total))
-
-    # computing the products again is cheaper than storing the scores
     b_in_kept = tl.zeros([MAP_ROWS], tl.float32)
     # squares, or the shares themselves
     POWER: tl.constexpr = 1 if MEASURE else 2
-    for is_edge in tl.static_range(2):
-        for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
-            index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
-            b_score, o_kv = _scores(
-                b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
-                num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
-                PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
-            )  # fmt: skip
-            b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
-            b_by_map_row = tl.sum(tl.reshape(b_p, (MAP_ROWS, ROWS, COLUMNS)), 1)
-            m_kv = (o_kv[None, :] < b_end[:, None]) & m_map_row[:, None]
-            o_map = o_out[:, None] * num_kv_blocks + o_kv[None, :]
-            if MEASURE:
-                b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_map_row, 0.0), 1)
-            else:
-                tl.store(squares + o_map, b_by_map_row, mask=m_kv)
+    # computing the products again is cheaper than storing the scores
+    for is_second in tl.static_range(2):
+        b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest * to_log2)
+        b_log_total = b_base + tl.log2(tl.where(b_total == 0, 1.0, b_total))
+        for is_edge in tl.static_range(2):
+            for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
+                index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
+                b_score, o_kv = _scores(
+                    b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
+                    num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
+                    PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
+                )  # fmt: skip
+                if is_second:
+                    b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
+                    b_by_map_row = tl.sum(tl.reshape(b_p, (MAP_ROWS, ROWS, COLUMNS)), 1)
+                    m_kv = (o_kv[None, :] < b_end[:, None]) & m_map_row[:, None]
+                    o_map = o_out[:, None] * num_kv_blocks + o_kv[None, :]
+                    if MEASURE:
+                        b_in_kept += tl.sum(tl.where(tl.load(keep + o_map, mask=m_kv, other=0) != 0, b_by_map_row, 0.0), 1)
+                    else:
+                        tl.store(squares + o_map, b_by_map_row, mask=m_kv)
+                else:
+                    b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
+                    b_higher_base = tl.where(b_higher == float("-inf"), 0.0, b_higher * to_log2)
+                    b_total = b_total * tl.exp2(b_highest * to_log2 - b_higher_base)
+                    b_total += tl.sum(tl.exp2(b_score * to_log2 - b_higher_base[:, None]), 1)
+                    b_highest = b_higher
     if MEASURE:
         b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), -1.0)
         tl.store(in_kept + o_out, b_mean, mask=m_map_row)

@@ -25,9 +25,9 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.base.selection import BlockLists
 from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.pooling import key_means as key_means
-from flexmask.kernels.vertical_slash import RepresentativeMass
+from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.representative import representative_mass as representative_mass
 from flexmask.kernels.vertical_slash import coverage as coverage
-from flexmask.kernels.vertical_slash import representative_mass as representative_mass
 from flexmask.kernels.visibility import edges_of as edges_of
 from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 

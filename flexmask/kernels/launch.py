@@ -78,14 +78,9 @@ class Kernel:
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
         """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
-        specialized, numbers = (
-            [
-                i
-                for i, x in enumerate(arguments)
-                if isinstance(x, int) and not self._constant[i] and self._specialized[i] == special
-            ]
-            for special in (True, False)
-        )
+        integers = [i for i, x in enumerate(arguments) if isinstance(x, int) and not self._constant[i]]
+        specialized = [i for i in integers if self._specialized[i]]
+        numbers = [i for i in integers if not self._specialized[i]]
         constant = [i for i, _ in enumerate(arguments) if self._constant[i]]
         tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
         self._positions = tensors, specialized, numbers, constant

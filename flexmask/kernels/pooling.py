@@ -67,39 +67,31 @@ def _means_kernel(
 
 def query_means(problem: BlockProblem, wanted: Tensor) -> Tensor:
     """Means of the valid rows of query blocks, (batch, num_heads, num_q_blocks, head_dim) float32, written in `wanted` heads."""
-    query = problem.inputs.query
-    (batch, heads, length, head_dim), block_size = query.shape, problem.block_size
-    means = query.new_empty((batch, heads, num_blocks(length, block_size), head_dim), dtype=torch.float32)
-    _launch(problem, query, means, wanted)
-    return means
+    return _means(problem, problem.inputs.query, wanted)
 
 
 def key_means(problem: BlockProblem) -> Tensor:
     """As `flexmask.plain.key_means`."""
-    key = problem.inputs.key
-    means = key.new_empty((*key.shape[:2], num_blocks(key.shape[2], problem.block_size), key.shape[3]), dtype=torch.float32)
-    _launch(problem, key, means)
-    return means
+    return _means(problem, problem.inputs.key)
 
 
 def split_key_means(problem: BlockProblem) -> Tensor:
     """`key_means` in key's dtype, (.., num_kv_blocks, halves, head_dim): in half precision first digits and rest, else one."""
     key = problem.inputs.key
-    if key.dtype == torch.float32:
-        return key_means(problem).unsqueeze(-2)
-    means = key.new_empty((*key.shape[:2], num_blocks(key.shape[2], problem.block_size), 2, key.shape[3]))
-    _launch(problem, key, means)
-    return means
+    return key_means(problem).unsqueeze(-2) if key.dtype == torch.float32 else _means(problem, key, split=True)
 
 
-def _launch(problem: BlockProblem, x: Tensor, means: Tensor, wanted: Tensor | None = None) -> None:
+def _means(problem: BlockProblem, x: Tensor, wanted: Tensor | None = None, split: bool = False) -> Tensor:
     inputs, block_size, representative = problem.inputs, problem.block_size, problem.edges.representative
     batch, heads, length, head_dim = x.shape
-    blocks, mask = means.shape[2], inputs.attention_mask
+    blocks, mask = num_blocks(length, block_size), inputs.attention_mask
+    shape = (batch, heads, blocks, 2, head_dim) if split else (batch, heads, blocks, head_dim)
+    means = x.new_empty(shape, dtype=x.dtype if split else torch.float32)
     _means_kernel[(blocks, batch * heads)](
         x, representative if mask is None else mask, representative, means if wanted is None else wanted, means, *x.stride(),
         heads, length, inputs.query.shape[2], inputs.key.shape[2], blocks,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TILE=min(32, block_size & -block_size), PADDED=mask is not None, OF_ROWS=x is inputs.query, HAS_WANTED=wanted is not None,
-        SPLIT=means.dtype != torch.float32, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
+        SPLIT=split, FIRST_DIGITS=_FIRST_DIGITS.get(x.dtype, -1), num_warps=1,
     )  # fmt: skip
+    return means

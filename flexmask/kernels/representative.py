@@ -1,4 +1,4 @@
-"""Triton kernel for the representative attention: one pass over the keys, nothing of size [rows, kv_len] written."""
+"""Triton kernels for the representative attention: one pass over the keys, nothing of size [rows, kv_len] written."""
 
 from __future__ import annotations
 
@@ -9,38 +9,43 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.visibility import num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
+from flexmask.kernels.visibility import WHICH
 
 BLOCKS_PER_PROGRAM = 16
 # bytes of shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)
 _SHARED_MEMORY = 101_376
 
 
-class BlockSums(NamedTuple):
-    """Peaks of the scores in powers of two, and sums of ``exp2(score - peak)`` (`flexmask.plain`)."""
+class RepresentativeMass(NamedTuple):
+    """The attention of the representative rows by key block (`flexmask.plain`), in powers of two.
 
-    # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak, -inf where the row sees nothing of the block; the sum;
-    # the sum weighted by how far the row's phase leads the key's (after), and by how far it trails it (before)
-    blocks: Tensor
-    # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum; flat, since num_chunks is
-    # often 1, which compilers take as a constant
-    chunks: Tensor
+    A row's softmax is ``exp2(score - base) * factor``.
+    """
+
+    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `Edges.representative`
+    # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak of the scores, -inf where the row sees nothing of the
+    # block; the sum of exp2(score - peak); the sum weighted by how far the row's phase leads the key's (after), and by how far it
+    # trails it (before)
+    sums: Tensor
+    norms: Tensor  # (batch, num_heads, block_size, 2) float32: base and factor; the factor of rows not taken is 0
 
 
 @kernel
 def _block_sums_kernel(
     query, key, representative,
     mask,  # (batch, kv_len) bool, read if PADDED
-    sums,  # BlockSums
-    chunks, query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
+    sums,
+    chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum
+    query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
     key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     PER_KEY: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     PADDED: tl.constexpr, ONE_STORE: tl.constexpr,
 ):  # fmt: skip
-    # compilers pass Python's floats as float64
+    # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
@@ -134,6 +139,27 @@ def _block_sums_kernel(
         tl.store(chunks + o_chunks + 1, b_chunk_total)
 
 
+@kernel
+def _row_norms_kernel(chunks, norms, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    head = tl.program_id(1).to(tl.int64)
+    o_slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b_highest = tl.full([ROWS], float("-inf"), tl.float32)
+    b_total = tl.zeros([ROWS], tl.float32)
+    for start in range(0, num_chunks, TILE):
+        o_chunk = start + tl.arange(0, TILE)
+        p_chunks = chunks + ((head * num_chunks + o_chunk[:, None]) * BLOCK_SIZE + o_slot[None, :]) * 2
+        m_chunk = (o_chunk < num_chunks)[:, None]
+        b_peaks = tl.load(p_chunks, mask=m_chunk, other=float("-inf"))
+        b_higher = tl.maximum(b_highest, tl.max(b_peaks, 0))
+        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_weight = tl.exp2(b_peaks - b_base[None, :])
+        b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.load(p_chunks + 1, mask=m_chunk, other=0.0) * b_weight, 0)
+        b_highest = b_higher
+    p_norms = norms + (head * BLOCK_SIZE + o_slot) * 2
+    tl.store(p_norms, tl.where(b_highest == float("-inf"), 0.0, b_highest))
+    tl.store(p_norms + 1, tl.where(b_total == 0, 0.0, 1.0 / tl.where(b_total == 0, 1.0, b_total)))
+
+
 def _tiles(head_dim: int, itemsize: int, block_size: int) -> tuple[int, int]:
     """Rows and keys at a time: as many as registers and shared memory hold."""
     if itemsize > 2:
@@ -167,8 +193,9 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
 
-def block_sums(inputs: AttentionInputs, representative: Tensor, block_size: int) -> BlockSums:
-    """Peaks and sums of the attention of `representative`, a plane of `Edges.representative`."""
+def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
+    """As `flexmask.plain.representative_mass`."""
+    inputs, block_size, rows = problem.inputs, problem.block_size, problem.edges.representative[WHICH.index(which)]
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
@@ -177,11 +204,11 @@ def block_sums(inputs: AttentionInputs, representative: Tensor, block_size: int)
     per_key = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
     num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
-    chunks = query.new_empty(batch * num_heads * num_chunks * block_size * 2, dtype=torch.float32)
+    chunks = query.new_empty((batch, num_heads, num_chunks, block_size, 2), dtype=torch.float32)
     padded_dim = max(16, next_power_of_2(head_dim))
     grid = (per_key * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
-        query, key, representative, representative if mask is None else mask, sums, chunks,
+        query, key, rows, rows if mask is None else mask, sums, chunks,
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, PER_KEY=per_key,
@@ -191,4 +218,6 @@ def block_sums(inputs: AttentionInputs, representative: Tensor, block_size: int)
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,
         num_stages=_pipeline_stages(block_size, tile, padded_dim * query.element_size(), query.device),
     )  # fmt: skip
-    return BlockSums(sums, chunks)
+    norms = chunks.new_empty((batch, num_heads, block_size, 2))
+    _row_norms_kernel[(block_size // 16, batch * num_heads)](chunks, norms, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size)
+    return RepresentativeMass(rows, sums, norms)

@@ -1,8 +1,6 @@
-"""Triton kernels from block sums to V and S: each row's softmax, then sums over the rows."""
+"""Triton kernels for V and S: the representative attention, summed over the rows."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -10,42 +8,10 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.representative import BLOCKS_PER_PROGRAM, BlockSums, block_sums
-from flexmask.kernels.visibility import WHICH, Edges, kv_edges_of
+from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.visibility import Edges, kv_edges_of
 
 LINES_PER_PROGRAM = 8
-
-
-@kernel
-def _row_norms_kernel(chunks, norms, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    head = tl.program_id(1).to(tl.int64)
-    o_slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b_highest = tl.full([ROWS], float("-inf"), tl.float32)
-    b_total = tl.zeros([ROWS], tl.float32)
-    for start in range(0, num_chunks, TILE):
-        o_chunk = start + tl.arange(0, TILE)
-        p_chunks = chunks + ((head * num_chunks + o_chunk[:, None]) * BLOCK_SIZE + o_slot[None, :]) * 2
-        m_chunk = (o_chunk < num_chunks)[:, None]
-        b_peaks = tl.load(p_chunks, mask=m_chunk, other=float("-inf"))
-        b_higher = tl.maximum(b_highest, tl.max(b_peaks, 0))
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_weight = tl.exp2(b_peaks - b_base[None, :])
-        b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.load(p_chunks + 1, mask=m_chunk, other=0.0) * b_weight, 0)
-        b_highest = b_higher
-    p_norms = norms + (head * BLOCK_SIZE + o_slot) * 2
-    tl.store(p_norms, tl.where(b_highest == float("-inf"), 0.0, b_highest))
-    tl.store(p_norms + 1, tl.where(b_total == 0, 0.0, 1.0 / tl.where(b_total == 0, 1.0, b_total)))
-
-
-def row_norms(sums: BlockSums) -> Tensor:
-    """The base and the factor by which a row's softmax is ``exp2(score - base) * factor``; the factor of rows not taken is 0."""
-    batch, num_heads, blocks, block_size, _ = sums.blocks.shape
-    num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
-    norms = sums.chunks.new_empty((batch, num_heads, block_size, 2))
-    _row_norms_kernel[(block_size // 16, batch * num_heads)](
-        sums.chunks, norms, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size
-    )
-    return norms
 
 
 @triton.jit
@@ -135,30 +101,15 @@ def _lines_kernel(
     tl.store(p_lines + tl.num_programs(1) * num_kv_blocks, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 
 
-class RepresentativeMass(NamedTuple):
-    """The attention of the representative rows, and its sums."""
-
-    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `Edges.representative`
-    sums: BlockSums
-    norms: Tensor  # from `row_norms`, (batch, num_heads, block_size, 2) float32
-
-
 def line_mass(mass: RepresentativeMass, edges: Edges) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32; -1 if no candidate."""
-    sums, norms, representative = mass.sums, mass.norms, mass.rows
-    batch, num_heads, blocks, block_size, _ = sums.blocks.shape
-    lines = sums.blocks.new_empty((2, batch, num_heads, blocks))
+    batch, num_heads, blocks, block_size, _ = mass.sums.shape
+    lines = mass.sums.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        sums.blocks, norms, representative, edges.kv_edges, lines, num_heads, blocks,
+        mass.sums, mass.norms, mass.rows, edges.kv_edges, lines, num_heads, blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
-
-
-def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    representative = problem.edges.representative[WHICH.index(which)]
-    sums = block_sums(problem.inputs, representative, problem.block_size)
-    return RepresentativeMass(representative, sums, row_norms(sums))
 
 
 def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:
@@ -166,7 +117,7 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     rows, sums, norms = mass.rows[:, 1:].long(), mass.sums, mass.norms
     q_block = (rows.clamp(min=0) // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     # in place: each map is as large as a quarter of the sums
-    by_row = sums.blocks[..., 0] - norms[..., 0].unsqueeze(-2)
-    by_row.exp2_().mul_(sums.blocks[..., 1]).mul_(norms[..., 1].unsqueeze(-2))
+    by_row = sums[..., 0] - norms[..., 0].unsqueeze(-2)
+    by_row.exp2_().mul_(sums[..., 1]).mul_(norms[..., 1].unsqueeze(-2))
     in_kept = by_row.mT.masked_fill_(keep.gather(2, q_block).logical_not_(), 0.0).sum((-2, -1))
     return in_kept / (rows >= 0).sum(-1).clamp(min=1)[:, None]

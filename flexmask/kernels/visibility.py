@@ -87,29 +87,26 @@ def _edges_kernel(
                 b_rows += (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
             number = tl.sum(b_rows, 0)
         first = tl.maximum(number - BLOCK_SIZE, 0)
-        middle = first // 2
-        p_last = representative + batch * (1 + BLOCK_SIZE)
-        p_middle = representative + (tl.num_programs(1) + batch) * (1 + BLOCK_SIZE)
-        tl.store(p_last, offset)
-        tl.store(p_middle, offset)
+        p_rows = representative + batch * (1 + BLOCK_SIZE)
+        plane = tl.num_programs(1) * (1 + BLOCK_SIZE)
         m_slot = o_slot < BLOCK_SIZE
+        for which in tl.static_range(2):
+            tl.store(p_rows + which * plane, offset)
+            b_row = (first >> which) + o_slot
+            # under padding the rows themselves follow below
+            m_written = m_slot & (o_slot >= number) if PADDED else m_slot
+            tl.store(p_rows + which * plane + 1 + o_slot, tl.where(o_slot < number, b_row, -1), mask=m_written)
         if PADDED:
-            m_none = m_slot & (o_slot >= number)
-            tl.store(p_last + 1 + o_slot, tl.zeros([PADDED_SIZE], tl.int32) - 1, mask=m_none)
-            tl.store(p_middle + 1 + o_slot, tl.zeros([PADDED_SIZE], tl.int32) - 1, mask=m_none)
             before = 0
             for start in range(0, q_len, ROWS):
                 o_row = start + tl.arange(0, ROWS)
                 b_valid = (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
                 b_ordinal = before + tl.cumsum(b_valid, 0) - b_valid
-                m_valid = b_valid != 0
-                b_in_last, b_in_middle = b_ordinal - first, b_ordinal - middle
-                tl.store(p_last + 1 + b_in_last, o_row, mask=m_valid & (b_in_last >= 0) & (b_in_last < BLOCK_SIZE))
-                tl.store(p_middle + 1 + b_in_middle, o_row, mask=m_valid & (b_in_middle >= 0) & (b_in_middle < BLOCK_SIZE))
+                for which in tl.static_range(2):
+                    b_slot = b_ordinal - (first >> which)
+                    m_taken = (b_valid != 0) & (b_slot >= 0) & (b_slot < BLOCK_SIZE)
+                    tl.store(p_rows + which * plane + 1 + b_slot, o_row, mask=m_taken)
                 before += tl.sum(b_valid, 0)
-        else:
-            tl.store(p_last + 1 + o_slot, tl.where(first + o_slot < number, first + o_slot, -1), mask=m_slot)
-            tl.store(p_middle + 1 + o_slot, tl.where(middle + o_slot < number, middle + o_slot, -1), mask=m_slot)
     else:
         o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
         o_first = o_block * BLOCK_SIZE

@@ -9,64 +9,52 @@ import torch
 from torch import Tensor
 
 from tests.oracle import steps
+from tests.oracle.steps import AttentionHead
 from tests.oracle.visibility import Visibility
 
 Blocks = list[int]
-# of a batch row by head and query block: the kept blocks, and the margin of what decided
-Definition = Callable[..., list[list[tuple[Blocks, float]]]]
+# of one query block of a head: the kept blocks, and the margin of what decided
+Row = tuple[Blocks, float]
+Definition = Callable[..., Row]
 
 
 @dataclass
 class Call:
     """One batch row of a problem, written out."""
 
-    query: Tensor  # (num_heads, q_len, head_dim)
-    key: Tensor  # with as many heads
+    heads: list[AttentionHead]  # each query head with its keys
     seen: Visibility
-    scale: float
     window: int | None = None
-    softcap: float | None = None
 
     def __post_init__(self) -> None:
-        self.num_heads, self.q_len, _ = self.query.shape
-        self.kv_len, self.block_size = self.key.shape[1], self.seen.block_size
-        self.num_q_blocks, self.num_kv_blocks = self.seen.num_q_blocks, self.seen.num_kv_blocks
+        self.q_len, self.kv_len = len(self.heads[0].query), len(self.heads[0].key)
+        self.block_size, self.num_kv_blocks = self.seen.block_size, self.seen.num_kv_blocks
         self.valid_keys = self.seen.valid_keys.nonzero().flatten().tolist()
         self.first_block = self.valid_keys[0] // self.block_size if self.valid_keys else 0
         # of the last token row
         self.last_query_block = self.seen.valid_rows[-1] // self.block_size if self.seen.valid_rows else -1
 
-    def cap(self, score: Tensor) -> Tensor:
-        return score if self.softcap is None else self.softcap * torch.tanh(score / self.softcap)
-
     def scores(self, h: int, rows: Blocks, keys: Tensor) -> Tensor:
         """Capped scores, (rows, keys)."""
-        return self.cap(self.query[h, rows] @ keys.T * self.scale)
+        return self.heads[h].scores(self.heads[h].query[rows], keys)
+
+    def score_of_mean(self, h: int, rows: Blocks, keys: Tensor) -> Tensor:
+        """Capped scores of the mean row, (keys,)."""
+        return self.heads[h].scores(self.heads[h].query[rows].mean(0), keys)
 
     def position(self, row: int) -> int:
         return self.seen.offset + row
-
-    def rows_of(self, block: int, blocks: int = 1) -> Blocks:
-        """Token rows of `blocks` query blocks."""
-        return [row for row in self.seen.valid_rows if 0 <= row - block * self.block_size < blocks * self.block_size]
 
     def keys_of(self, block: int) -> Blocks:
         return [k for k in self.valid_keys if k // self.block_size == block]
 
     def mean_key(self, h: int, block: int) -> Tensor:
         keys = self.keys_of(block)
-        return self.key[h, keys].mean(0) if keys else torch.zeros(self.key.shape[2], dtype=torch.float64)
+        return self.heads[h].key[keys].mean(0) if keys else torch.zeros(self.heads[h].key.shape[1], dtype=torch.float64)
 
-    def visible_blocks(self, block: int) -> Blocks:
-        return [j for i, j in self.seen.visible_blocks if i == block]
-
-    def own_blocks(self, block: int) -> Blocks:
-        """Key blocks of a query block's rows, the first row's first."""
-        return self.seen.position_blocks[block]
-
-    def attention(self, h: int, row: int) -> Tensor:
-        """True attention of a token's row, (kv_len,)."""
-        return self.scores(h, [row], self.key[h])[0].masked_fill(~self.seen.pairs[row], -math.inf).softmax(0)
+    def attention(self, h: int, rows: Blocks) -> Tensor:
+        """True attention of token rows, (rows, kv_len)."""
+        return steps.representative_attention(self.heads[h], rows, self.seen)
 
 
 def gap(low: float, high: float) -> float:
@@ -76,14 +64,14 @@ def gap(low: float, high: float) -> float:
     return abs(high - low) / max(abs(low), abs(high), 1e-30)
 
 
-def top(values: dict[int, float], count: int) -> tuple[Blocks, float]:
+def top(values: dict[int, float], count: int) -> Row:
     """The `count` largest, lower numbers first among equals, and the margin."""
     order = steps.heaviest_first(values)
     kept, rest = order[:count], order[count:]
     return kept, gap(values[rest[0]], values[kept[-1]]) if kept and rest else math.inf
 
 
-def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Blocks, float]:
+def top_p(values: dict[int, float], forced: Blocks, share: float) -> Row:
     """The forced, and the fewest others, heaviest first, that reach a share of the sum."""
     total = sum(values.values())
     kept = [j for j in forced if j in values]
@@ -105,45 +93,26 @@ def top_p(values: dict[int, float], forced: Blocks, share: float) -> tuple[Block
 def static(keeps: Callable[..., bool]) -> Definition:
     """A definition from a rule about single blocks."""
 
-    def row_of(call: Call, h: int, i: int, **options: Any) -> tuple[Blocks, float]:
+    def definition(call: Call, h: int, i: int, **options: Any) -> Row:
         return [j for j in range(call.num_kv_blocks) if keeps(call, h, i, j, **options)], math.inf
 
-    return by_row(row_of)
-
-
-def by_row(row_of: Callable[..., tuple[Blocks, float]]) -> Definition:
-    """A definition from what one query block of a head keeps."""
-
-    def definition(call: Call, **options: Any) -> list[list[tuple[Blocks, float]]]:
-        return [[row_of(call, h, i, **options) for i in range(call.num_q_blocks)] for h in range(call.num_heads)]
-
     return definition
 
 
-def lines_of_heads(choose: Callable[..., tuple[Blocks, Blocks, float]]) -> Definition:
-    """A definition from the key blocks and diagonals of one head."""
-
-    def definition(call: Call, **options: Any) -> list[list[tuple[Blocks, float]]]:
-        heads = []
-        for h in range(call.num_heads):
-            verticals, diagonals, margin = choose(call, h, **options)
-            on = [{own - c for own in call.own_blocks(i) for c in diagonals} for i in range(call.num_q_blocks)]
-            kept = [[j for j in range(call.num_kv_blocks) if j in verticals or j in blocks] for blocks in on]
-            heads.append([(blocks, margin) for blocks in kept])
-        return heads
-
-    return definition
+def on_lines(call: Call, i: int, key_blocks: Blocks, diagonals: Blocks) -> Blocks:
+    return [
+        j
+        for j in range(call.num_kv_blocks)
+        if j in key_blocks or any(own - j in diagonals for own in call.seen.position_blocks[i])
+    ]
 
 
-def top_lines(
-    call: Call, h: int, rows: Blocks, sinks: Blocks, near: int, num_keys: float, num_offsets: float
-) -> tuple[Blocks, Blocks, float]:
+def top_lines(call: Call, h: int, i: int, rows: Blocks, sinks: Blocks, near: int, num_keys: float, num_offsets: float) -> Row:
     """The heaviest key blocks and diagonals of so many tokens, first those of `sinks` and of the offsets under `near`."""
     size = call.block_size
-    attention = torch.stack([call.attention(h, row) for row in rows])
-    vertical, slash = steps.line_candidates(steps.line_mass(attention, rows, call.seen), call.seen)
+    vertical, slash = steps.line_candidates(steps.line_mass(call.attention(h, rows), rows, call.seen), call.seen)
     vertical |= dict.fromkeys({k // size for k in sinks} & vertical.keys(), math.inf)
     slash |= {c: math.inf for c in slash if c * size < near}
-    verticals, margin = top(vertical, math.ceil(num_keys / size))
+    key_blocks, margin = top(vertical, math.ceil(num_keys / size))
     diagonals, other = top(slash, math.ceil(num_offsets / size))
-    return verticals, diagonals, min(margin, other)
+    return on_lines(call, i, key_blocks, diagonals), min(margin, other)

@@ -1,18 +1,22 @@
 """Every method of the gallery by its definition, in plain loops and float64.
 
-A definition takes a `Call` and the method's options. It returns, by head and query block, the kept key blocks, before own blocks
-are added and invisible ones dropped, and the margin: the relative distance of the closest decision from the other side. Only rows
-with a margin must agree with float32.
+A definition takes a `Call`, a head, a query block and the method's options. It returns the kept key blocks, before own blocks
+are added and invisible ones dropped, and the margin: the relative distance of the closest decision from the other side. Only
+query blocks with a margin must agree with float32.
 """
 
 import math
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from tests.block_masks.definition_call import Blocks, Call, Definition, by_row, gap, lines_of_heads, static, top, top_lines, top_p
+from flexmask import block_masks
+from tests.block_masks.definition_call import Blocks, Call, Definition, Row, gap, on_lines, static, top, top_lines, top_p
+from tests.cases import Case
 
 
 @static
@@ -25,12 +29,11 @@ def is_sink(call: Call, j: int, sink_blocks: int) -> bool:
 
 
 def by_position(call: Call, i: int, sink_blocks: int, window_blocks: int) -> Blocks:
-    own = call.own_blocks(i)[0]
+    own = call.seen.position_blocks[i][0]
     return [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks) or own - j < window_blocks]
 
 
-@by_row
-def streaming_llm(call: Call, h: int, i: int, sink_blocks: int, window_blocks: int) -> tuple[Blocks, float]:
+def streaming_llm(call: Call, h: int, i: int, sink_blocks: int, window_blocks: int) -> Row:
     return by_position(call, i, sink_blocks, window_blocks), math.inf
 
 
@@ -43,7 +46,7 @@ def tri_shape(call: Call, h: int, i: int, j: int, sink_blocks: int, window_block
 def lm_infinite(call: Call, h: int, i: int, j: int, global_tokens: int, local_tokens: int) -> bool:
     if set(call.keys_of(j)) & set(call.valid_keys[:global_tokens]):
         return True
-    return any(call.position(row) - k < local_tokens for row in call.rows_of(i) for k in call.keys_of(j))
+    return any(call.position(row) - k < local_tokens for row in call.seen.rows_of(i) for k in call.keys_of(j))
 
 
 @static
@@ -51,28 +54,25 @@ def moa(call: Call, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> 
     alpha, beta = plan if not isinstance(plan[0], tuple) else plan[h]
     filled = -(-(call.position(call.q_len)) // call.block_size)
     span = max(1, math.floor(alpha / call.block_size + beta * filled))
-    return is_sink(call, j, sink_blocks) or call.own_blocks(i)[0] - j < span
+    return is_sink(call, j, sink_blocks) or call.seen.position_blocks[i][0] - j < span
 
 
-@lines_of_heads
-def vertical_slash(call: Call, h: int, vertical_size: int, slash_size: int) -> tuple[Blocks, Blocks, float]:
+def vertical_slash(call: Call, h: int, i: int, vertical_size: int, slash_size: int) -> Row:
     rows = call.seen.valid_rows[-call.block_size :]
-    return top_lines(call, h, rows, call.valid_keys[:1], 1, vertical_size, slash_size)
+    return top_lines(call, h, i, rows, call.valid_keys[:1], 1, vertical_size, slash_size)
 
 
-@lines_of_heads
-def minference(call: Call, h: int, plan: Any, lines: str = "pooled") -> tuple[Blocks, Blocks, float]:
+def minference(call: Call, h: int, i: int, plan: Any, lines: str = "pooled") -> Row:
     size = call.block_size
     budget = plan if not isinstance(plan[0], tuple) else plan[h]
     num_keys, num_offsets = max(30, budget[0]), max(50, budget[1])
     rows = call.seen.valid_rows[-64:]
     sinks = call.valid_keys[:30]
     if lines == "pooled":
-        return top_lines(call, h, rows, sinks, 100, num_keys, num_offsets)
+        return top_lines(call, h, i, rows, sinks, 100, num_keys, num_offsets)
     columns = {k: math.inf if k in sinks else 0.0 for k in call.valid_keys}
     offsets = {o: math.inf if o < 100 else 0.0 for o in range(call.kv_len)}
-    for row in rows:
-        p = call.attention(h, row)
+    for row, p in zip(rows, call.attention(h, rows), strict=True):
         for k in columns:
             columns[k] += float(p[k])
         for o in offsets:
@@ -81,30 +81,26 @@ def minference(call: Call, h: int, plan: Any, lines: str = "pooled") -> tuple[Bl
     keys, margin = top(columns, int(num_keys))
     kept, other = top(offsets, int(num_offsets))
     crossed = {o // size for o in kept} | {o // size + 1 for o in kept if o % size}
-    return sorted({k // size for k in keys}), sorted(crossed), min(margin, other)
+    return on_lines(call, i, [k // size for k in keys], sorted(crossed)), min(margin, other)
 
 
-@by_row
-def oracle(call: Call, h: int, i: int, gamma: float) -> tuple[Blocks, float]:
-    mass = dict.fromkeys(call.visible_blocks(i), 0.0)
-    for row in call.rows_of(i):
-        for k, p in enumerate(call.attention(h, row).tolist()):
+def oracle(call: Call, h: int, i: int, gamma: float) -> Row:
+    mass = dict.fromkeys(call.seen.blocks_of(i), 0.0)
+    for row in call.attention(h, call.seen.rows_of(i)).tolist():
+        for k, p in enumerate(row):
             if p:
                 mass[k // call.block_size] += p
     return top_p(mass, [], gamma)
 
 
-@by_row
-def flash_prefill(
-    call: Call, h: int, i: int, alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int
-) -> tuple[Blocks, float]:
+def flash_prefill(call: Call, h: int, i: int, alpha: float, sink_blocks: int, window_blocks: int, last_blocks: int) -> Row:
     summed = {}
     for j in range(call.num_kv_blocks):
         keys = call.keys_of(j)
         if not keys:
             continue
         reach = math.inf if call.window is None else call.window
-        rows = [row for row in call.rows_of(i) if 0 <= call.position(row) - keys[-1] < reach]
+        rows = [row for row in call.seen.rows_of(i) if 0 <= call.position(row) - keys[-1] < reach]
         if rows:
             summed[j] = float(call.scores(h, rows, call.mean_key(h, j)[None]).exp().sum())
     limit = alpha * max(summed.values(), default=0.0)
@@ -114,9 +110,8 @@ def flash_prefill(
     return list(range(call.num_kv_blocks)) if last else [*heavy, *by_position(call, i, sink_blocks, window_blocks)], margin
 
 
-@by_row
-def xattention(call: Call, h: int, i: int, stride: int, threshold: float) -> tuple[Blocks, float]:
-    size, mass = call.block_size, dict.fromkeys(call.visible_blocks(i), 0.0)
+def xattention(call: Call, h: int, i: int, stride: int, threshold: float) -> Row:
+    size, mass = call.block_size, dict.fromkeys(call.seen.blocks_of(i), 0.0)
     tokens = set(call.valid_keys)
     for first_row in range(i * size, (i + 1) * size, stride):
         means = {}
@@ -127,15 +122,17 @@ def xattention(call: Call, h: int, i: int, stride: int, threshold: float) -> tup
             start = call.position(0) + first_row
             in_reach = call.window is None or start - (first_key + stride - 1) < call.window
             if pairs and first_key <= start + stride - 1 and in_reach:
-                products = [float(call.query[h, q] @ call.key[h, k]) * call.scale for q, k in pairs]
-                means[first_key] = float(call.cap(torch.tensor(sum(products) / len(pairs), dtype=torch.float64)))
+                queries, keys = zip(*pairs, strict=True)
+                head = call.heads[h]
+                products = (head.query[list(queries)] * head.key[list(keys)]).sum(1)
+                means[first_key] = float(head.capped(products.mean() * head.scale))
         if not means:
             continue
         shares = torch.tensor(list(means.values()), dtype=torch.float64).softmax(0).tolist()
         for first_key, share in zip(means, shares, strict=True):
             if first_key // size in mass:
                 mass[first_key // size] += share
-    return top_p(mass, sorted({call.first_block, *call.own_blocks(i)}), threshold)
+    return top_p(mass, sorted({call.first_block, *call.seen.position_blocks[i]}), threshold)
 
 
 def mean_cosine(x: Tensor) -> float:
@@ -144,23 +141,20 @@ def mean_cosine(x: Tensor) -> float:
     return float((units @ units.T).mean()) if len(units) else 0.0
 
 
-@by_row
-def sparge(
-    call: Call, h: int, i: int, similarity_threshold: float, cdf_threshold: float, topk: float | None = None
-) -> tuple[Blocks, float]:
-    centre = call.key[h, call.valid_keys].mean(0) if call.valid_keys else 0.0
-    alike = {j: mean_cosine(call.key[h, call.keys_of(j)] - centre) for j in range(call.num_kv_blocks)}
-    rows = call.rows_of(i)
-    own = mean_cosine(call.query[h, rows])
+def sparge(call: Call, h: int, i: int, similarity_threshold: float, cdf_threshold: float, topk: float | None = None) -> Row:
+    (query, key, *_), rows = call.heads[h], call.seen.rows_of(i)
+    centre = key[call.valid_keys].mean(0) if call.valid_keys else 0.0
+    alike = {j: mean_cosine(key[call.keys_of(j)] - centre) for j in range(call.num_kv_blocks)}
+    own = mean_cosine(query[rows])
     margin = min(gap(value, similarity_threshold) for value in [*alike.values(), own])
     if own <= similarity_threshold:
         return list(range(call.num_kv_blocks)), margin
     unlike = [j for j in alike if alike[j] <= similarity_threshold]
-    candidates = [j for j in call.visible_blocks(i) if j not in unlike and call.keys_of(j)]
+    candidates = [j for j in call.seen.blocks_of(i) if j not in unlike and call.keys_of(j)]
     if not candidates:
         return unlike, margin
     means = torch.stack([call.mean_key(h, j) for j in candidates])
-    shares = call.cap(call.query[h, rows].mean(0) @ means.T * call.scale).softmax(0).tolist()
+    shares = call.score_of_mean(h, rows, means).softmax(0).tolist()
     values = dict(zip(candidates, shares, strict=True))
     if topk is not None:
         kept, other = top(values, max(1, math.floor(topk * call.num_kv_blocks)))
@@ -171,47 +165,36 @@ def sparge(
     return [*kept, *unlike], min(margin, other, *(gap(total, cdf_threshold) for total in running[: within + 1]))
 
 
-def infllm(
-    call: Call, topk_blocks: int, local_tokens: int, execution_blocks: int, sink_blocks: int = 1
-) -> list[list[tuple[Blocks, float]]]:
-    rows_of_blocks = []
-    for i in range(call.num_q_blocks):
-        group = i // execution_blocks * execution_blocks
-        first = call.position(group * call.block_size)
-        rows = call.rows_of(group, execution_blocks)
-        sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
-        local, scores = [], {}
-        for j in range(call.num_kv_blocks):
-            keys = call.keys_of(j)
-            if not keys or first - keys[-1] < local_tokens:
-                local.append(j)
-            elif j not in sinks and (call.window is None or first - keys[-1] < call.window):
-                by_head = [
-                    float(call.cap(call.query[h, rows].mean(0) @ call.mean_key(h, j) * call.scale)) if rows else 0.0
-                    for h in range(call.num_heads)
-                ]
-                scores[j] = sum(by_head) / call.num_heads
-        lowest = min(scores.values(), default=0.0)
-        kept, margin = top({j: score - lowest for j, score in scores.items()}, topk_blocks)
-        rows_of_blocks.append(([*local, *sinks, *kept], margin))
-    return [rows_of_blocks] * call.num_heads
+def infllm(call: Call, h: int, i: int, topk_blocks: int, local_tokens: int, execution_blocks: int, sink_blocks: int = 1) -> Row:
+    group = i // execution_blocks * execution_blocks
+    first = call.position(group * call.block_size)
+    rows = call.seen.rows_of(group, execution_blocks)
+    sinks = [j for j in range(call.num_kv_blocks) if is_sink(call, j, sink_blocks)]
+    local, scores = [], {}
+    for j in range(call.num_kv_blocks):
+        keys = call.keys_of(j)
+        if not keys or first - keys[-1] < local_tokens:
+            local.append(j)
+        elif j not in sinks and (call.window is None or first - keys[-1] < call.window):
+            heads = range(len(call.heads) if rows else 0)
+            scores[j] = sum(float(call.score_of_mean(h, rows, call.mean_key(h, j)[None])) for h in heads) / len(call.heads)
+    lowest = min(scores.values(), default=0.0)
+    kept, margin = top({j: score - lowest for j, score in scores.items()}, topk_blocks)
+    return [*local, *sinks, *kept], margin
 
 
-@by_row
-def hip(
-    call: Call, h: int, i: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int = 2
-) -> tuple[Blocks, float]:
+def hip(call: Call, h: int, i: int, topk_blocks: int, sink_blocks: int, window_blocks: int, query_stride: int = 2) -> Row:
     size, margin = call.block_size, math.inf
-    seen = call.visible_blocks(i)
+    seen = call.seen.blocks_of(i)
     start = max(call.first_block + sink_blocks, seen[0] if seen else 0)
-    length = max(0, call.own_blocks(i)[0] - window_blocks + 1 - start)
+    length = max(0, call.seen.position_blocks[i][0] - window_blocks + 1 - start)
     rows = [row for row in range(i * size, min((i + 1) * size, call.q_len), query_stride) if row in call.seen.valid_rows]
 
     def score(low: int, high: int) -> float:
         keys = call.keys_of((low + high - 1) // 2)
         if not keys or not rows:
             return -math.inf
-        return float(call.scores(h, rows, call.key[h, keys[len(keys) // 2]][None]).max())
+        return float(call.scores(h, rows, call.heads[h].key[keys[len(keys) // 2]][None]).max())
 
     k = topk_blocks
     chunks = [(start + n * length // k, start + (n + 1) * length // k) for n in range(k)]
@@ -274,3 +257,13 @@ TESTED = {
     "xattention": Tested(xattention, {"stride": 4, "threshold": 0.6}, {"threshold": 1.0}, ({"stride": 16, "threshold": 0.9},)),
 }  # fmt: skip
 DEFINITIONS = {name: tested.definition for name, tested in TESTED.items() if tested.definition is not None}
+MASKS = {name.removesuffix("_mask"): getattr(block_masks, name) for name in block_masks.__all__}
+SPARSE = {name: tested.sparse for name, tested in TESTED.items()}
+all_masks = pytest.mark.parametrize("name", list(MASKS))
+
+
+def mask_of(name: str, case: Case, **options: Any) -> BlockMask:
+    """The mask of a method, without options under those in which it is sparse."""
+    shared = {"block_size": case.config.block_size, **case.keywords()}
+    mask: BlockMask = MASKS[name](case.query, case.key, **shared, **(options or SPARSE[name]))
+    return mask

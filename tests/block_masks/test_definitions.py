@@ -10,9 +10,9 @@ from torch import Tensor
 from flexmask import METHODS, select
 from tests.attention_calls import call, padding
 from tests.block_masks.definition_call import Call
-from tests.block_masks.definitions import DEFINITIONS, TESTED
-from tests.block_masks.gallery import MASKS, mask_of
+from tests.block_masks.definitions import DEFINITIONS, MASKS, TESTED, mask_of
 from tests.cases import Case
+from tests.oracle.steps import AttentionHead
 from tests.oracle.visibility import query_offsets, visibility
 
 SIZE = 16
@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "right padding": {"q_len": 129, "scores": {"softcap": 5.0}, "attention_mask": padding(129, ("right", 3), ("right", 41))},
     "holes and window": {"q_len": 110, "scores": {"window": 60}, "attention_mask": HOLES},
 }  # fmt: skip
+SCORES: dict[str, Any] = {"scale": 32**-0.5, "softcap": None, "window": None}  # unless a case has others
 CHOICES = [(name, options) for name in DEFINITIONS for options in (TESTED[name].sparse, *TESTED[name].others)]
 
 
@@ -52,15 +53,18 @@ def chosen_of(name: str, case: Case) -> list[Tensor]:
 def expected_of(name: str, case: Case, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Visible blocks by definition, and the rows that have a margin."""
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
-    key = case.key.repeat_interleave(case.query.shape[1] // case.key.shape[1], 1)
     tokens = torch.ones(2, kv_len) if case.attention_mask is None else case.attention_mask
-    scores, (blocks, rows) = {"scale": 32**-0.5, **case.scores}, (-(-kv_len // SIZE), -(-q_len // SIZE))
+    blocks, rows = -(-kv_len // SIZE), -(-q_len // SIZE)
+    scale, softcap, window = (case.scores.get(name, other) for name, other in SCORES.items())
     keep, clear = torch.zeros(2, 2, rows, blocks, dtype=torch.bool), torch.zeros(2, 2, rows, dtype=torch.bool)
     for b, offset in enumerate(query_offsets(case.q_offset, 2, kv_len - q_len)):
-        seen = visibility(q_len, offset, tokens[b].bool(), scores.get("window"), SIZE)
-        heads = DEFINITIONS[name](Call(case.query[b].double(), key[b].double(), seen, **scores), **options)
-        for (h, i), (kept, margin) in ((at, heads[at[0]][at[1]]) for at in itertools.product(range(2), range(rows))):
-            visible = [j for r, j in seen.visible_blocks if r == i]
+        seen = visibility(q_len, offset, tokens[b].bool(), window, SIZE)
+        written = Call(
+            [AttentionHead(case.query[b, h].double(), case.key[b, 0].double(), scale, softcap) for h in range(2)], seen, window
+        )
+        for h, i in itertools.product(range(2), range(rows)):
+            kept, margin = DEFINITIONS[name](written, h, i, **options)
+            visible = seen.blocks_of(i)
             keep[b, h, i, [j for j in visible if j in kept or j in seen.position_blocks[i]]] = True
             clear[b, h, i] = margin > MARGIN or not visible
     return keep, clear

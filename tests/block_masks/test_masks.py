@@ -17,8 +17,7 @@ from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import call, padding
-from tests.block_masks.definitions import TESTED
-from tests.block_masks.gallery import MASKS, SPARSE, all_masks, mask_of
+from tests.block_masks.definitions import MASKS, SPARSE, TESTED, all_masks, mask_of
 from tests.comparisons import assert_honest, assert_one_list, assert_same_attention
 from tests.compile_support import assert_same_lists, lists_of, traced
 from tests.expected import visible_pairs

@@ -1,8 +1,8 @@
-"""Compile the kernels for GPUs that need not be there, and report their shared memory.
+"""Compile the kernels for a GPU that need not be there, and report their shared memory.
 
-``python -m tests.kernels.compile_kernels tight|wide|choice TARGET...``, without the interpreter. "choice" compiles every kernel
-for a few problems, "tight" and "wide" those that hold tiles of keys near their limits. Writes a line of JSON per kernel and set
-of constants.
+``python -m tests.kernels.compile_kernels tight|wide|choice TARGET``, without the interpreter. "choice" compiles every kernel
+for a few problems, "tight" and "wide" those that hold tiles of keys near their limits. Writes JSON: name, bytes of shared memory
+and problem of every kernel and set of constants.
 """
 
 import json
@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, mangle_type
 
 from flexmask import kernels
 from flexmask.base.blocks import BlockProblem
@@ -24,10 +24,6 @@ from tests.cases import Config
 
 # most entries of a small and of a medium pooled map
 MAPS = {"small": (128 * 128, 256 * 256), "medium": (0, 256 * 256), "large": (0, 0)}
-NAMES = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int8: "i8",
-    torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
-}  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -75,11 +71,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         variant = Variant(kernel, {}, {}, {}, options)
         for index, parameter in enumerate(kernel.params):
             name, value = parameter.name, given[parameter.name]
-            variant.signature[name] = "i32"
-            if isinstance(value, torch.Tensor):
-                variant.signature[name] = "*" + NAMES[value.dtype]
-            elif isinstance(value, float):
-                variant.signature[name] = "fp32"
+            variant.signature[name] = mangle_type(value)
             # Triton specializes on 1, and on multiples of 16
             specialized = type(value) is int and not parameter.do_not_specialize
             if parameter.is_constexpr or (specialized and value == 1):
@@ -117,23 +109,16 @@ def shared_memory(variant: Variant, target: str) -> int:
     return int(triton.compile(ASTSource(*variant[:4]), gpu, variant.options).metadata.shared)
 
 
-def main(targets: list[str], which: str) -> None:
-    for target in targets:
-        torch.version.hip = "6.4" if target.startswith("gfx") else None
-        done = set()
-        for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE}[which]:
-            for name, variant in launched(problem).items():
-                kernel = variant.kernel.fn.__name__
-                if name in done or (which in ("tight", "wide") and kernel not in WITH_TILES):
-                    continue
-                done.add(name)
-                result = {"target": target, "kernel": kernel, "problem": str(problem), "shared": None, "error": None}
-                try:
-                    result["shared"] = shared_memory(variant, target)
-                except Exception as error:
-                    result["error"] = repr(error)
-                print("compiled " + json.dumps(result), flush=True)
+def main(which: str, target: str) -> None:
+    torch.version.hip = "6.4" if target.startswith("gfx") else None
+    variants: dict[str, tuple[Problem, Variant]] = {}
+    for problem in {"tight": TIGHT, "wide": WIDE, "choice": CHOICE}[which]:
+        for name, variant in launched(problem).items():
+            if which == "choice" or variant.kernel.fn.__name__ in WITH_TILES:
+                variants.setdefault(name, (problem, variant))
+    compiled = [(v.kernel.fn.__name__, shared_memory(v, target), str(problem)) for problem, v in variants.values()]
+    print(json.dumps(compiled))
 
 
 if __name__ == "__main__":
-    main(sys.argv[2:], sys.argv[1])
+    main(*sys.argv[1:])

@@ -8,16 +8,18 @@ import torch
 pytest.importorskip("triton")
 
 import triton
+import triton.language as tl
 
 from flexmask.kernels.launch import kernel
-from tests.kernels.launched_kernel import add
 
 pytestmark = pytest.mark.gpu
 
 
-def made():
-    """A kernel that adds numbers to a tensor; a new one each time, so nothing is known of it."""
-    return kernel(add)
+def add(x, out, length, times, stride, CONSTANT: tl.constexpr):
+    """Write ``times * x + CONSTANT``, an entry per program."""
+    index = tl.program_id(0)
+    if index < length:
+        tl.store(out + index, tl.load(x + index * stride).to(tl.float32) * times + CONSTANT)
 
 
 def added(run, x, length, times, constant):
@@ -27,7 +29,7 @@ def added(run, x, length, times, constant):
 
 
 def test_every_launch_gives_its_own_result(cuda):
-    run, numbers = made(), torch.arange(100.0, device=cuda)
+    run, numbers = kernel(add), torch.arange(100.0, device=cuda)
     views = (numbers, numbers[1:], numbers[::2], numbers[::16], numbers[:1])
     dtypes = (torch.float32, torch.bfloat16, torch.int32)
     for _, dtype, view in itertools.product(range(2), dtypes, views):
@@ -41,12 +43,12 @@ def test_every_launch_gives_its_own_result(cuda):
 def test_constants_out_of_order_are_refused(cuda):
     x = torch.ones(4, device=cuda)
     with pytest.raises(TypeError, match=r"in the order \('CONSTANT',\)"):
-        made()[(4,)](x, torch.zeros_like(x), 4, 2, 1, num_warps=1, CONSTANT=3)
+        kernel(add)[(4,)](x, torch.zeros_like(x), 4, 2, 1, num_warps=1, CONSTANT=3)
 
 
 @pytest.mark.skipif(not hasattr(triton, "knobs"), reason="hooks have another place before Triton 3.4")
 def test_a_profilers_hook_sees_every_launch(cuda):
-    run, x, seen = made(), torch.ones(4, device=cuda), []
+    run, x, seen = kernel(add), torch.ones(4, device=cuda), []
     added(run, x, 4, 2, 0)
     triton.knobs.runtime.launch_enter_hook.add(seen.append)
     try:

@@ -1,12 +1,9 @@
-"""Checks the sources for what Triton's interpreter runs and its compiler does not; and kernels under the names of plain steps."""
+"""Checks the sources for what Triton's interpreter runs and its compiler does not."""
 
 import ast
-import inspect
 
 import pytest
 
-from flexmask import kernels, plain
-from flexmask.block_masks import flexprefill, hybrid
 from tests.repository import ROOT
 
 KERNELS = sorted([*(ROOT / "flexmask" / "kernels").glob("*.py"), *(ROOT / "block_masks").glob("*/*kernel*.py")])
@@ -52,21 +49,3 @@ def test_no_loop_sets_a_variable_to_another_from_before_it(path):
 
 def test_such_a_loop_is_caught():
     assert lost_in_loops(WRONG) == ["before = now"]
-
-
-STEPS = {
-    "shared": (plain, kernels, {"key_means", "representative_mass", "kept_blocks", "coverage"}),
-    "hybrid": (
-        hybrid.plain, hybrid.kernels, {"thresholds", "last_rows_lines", "row_evidence", "row_blocks", "row_coverage"},
-    ),
-    "flexprefill": (flexprefill.plain, flexprefill.kernels, {"pattern_and_lines", "query_aware_blocks"}),
-}  # fmt: skip
-
-
-def parameters(step):
-    return [(x.kind, x.default) for x in inspect.signature(step).parameters.values()]
-
-
-@pytest.mark.parametrize(("in_torch", "by_kernels", "names"), STEPS.values(), ids=STEPS)
-def test_a_step_takes_the_same_arguments_in_torch_and_as_a_kernel(in_torch, by_kernels, names):
-    assert all(parameters(getattr(in_torch, name)) == parameters(getattr(by_kernels, name)) for name in names)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle import steps
-from tests.oracle.margins import COARSE
+from tests.oracle.margins import COARSE, relative
 from tests.oracle.result import ReferenceResult, head_mask
 from tests.oracle.steps import AttentionHead, KeyMeans, LineMass
 from tests.oracle.visibility import Block, Visibility
@@ -63,10 +63,8 @@ def hybrid_selection(
     shares = row_shares(head, steps.block_means(head.key, seen), seen, row_stride)
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
     of_rows, doubts = set[Block](), []
-    own_evidence: list[dict[int, float]] = [{} for _ in range(seen.num_q_blocks)]
-    for r, j in seen.visible_blocks:
-        own_evidence[r][j] = float(evidence[r, j])
-    for r, own in enumerate(own_evidence):
+    for r in range(seen.num_q_blocks):
+        own = {j: float(evidence[r, j]) for j in seen.blocks_of(r)}
         chosen, doubt = blocks_of_rows(own, least.rows[r], min_coverage, rule)
         of_rows |= {(r, j) for j in chosen}
         doubts.append(doubt)
@@ -89,7 +87,7 @@ def hybrid_selection(
 
 def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
     """From the numbers of key blocks that query blocks see."""
-    numbers = [sum(row == r for row, _ in seen.visible_blocks) for r in range(seen.num_q_blocks)]
+    numbers = [len(seen.blocks_of(r)) for r in range(seen.num_q_blocks)]
     most, at_length = max(numbers), rule.length / seen.block_size
     g = 1 - gamma
     if gamma > rule.gamma and most > at_length:
@@ -119,7 +117,7 @@ def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float
         if held >= needed:
             return chosen, margin
         added = sorted(j for j, share in evidence.items() if least / 2**halving <= share and j not in chosen)
-        margin = min([margin, *(_from(share, least / 2**halving) for share in evidence.values())])
+        margin = min([margin, *(relative(share, least / 2**halving) for share in evidence.values())])
         more = sum(evidence[j] for j in added)
         margin = min(margin, abs(held + more - needed) / needed)
         if held + more >= needed:
@@ -155,7 +153,7 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
     """Pooled attention of the sampled rows by query block, (rows, num_kv_blocks); a row of zeros where none is."""
     shares = []
     for r in range(seen.num_q_blocks):
-        rows = [row for row in seen.valid_rows if row // seen.block_size == r and row % seen.block_size % row_stride == 0]
+        rows = [row for row in seen.rows_of(r) if row % seen.block_size % row_stride == 0]
         attention = [torch.zeros(seen.num_kv_blocks, dtype=torch.float64)] if not rows else []
         for row in rows:
             blocks = [j for j, pairs in enumerate(seen.pairs[row].split(seen.block_size)) if pairs.any()]
@@ -169,13 +167,8 @@ def _margin(
 ) -> float:
     """Least distance from the thresholds; `gated` blocks depend on that of the lines too."""
     by_key, by_diagonal = steps.line_candidates(mass, seen)
-    vertical = [_from(share, least.key_block) for share in by_key.values()]
-    slash = [_from(share, least.diagonal, COARSE) for share in by_diagonal.values()]
-    rows = [_from(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
-    rows += [_from(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated] + doubts
+    vertical = [relative(share, least.key_block) for share in by_key.values()]
+    slash = [relative(share, least.diagonal, COARSE) for share in by_diagonal.values()]
+    rows = [relative(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
+    rows += [relative(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated] + doubts
     return min([*vertical, *slash, *rows], default=math.inf)
-
-
-def _from(value: float, threshold: float, coarse: float = 0.0) -> float:
-    """Distance relative to the threshold, or to `coarse` if that is more; inf at a threshold of 0."""
-    return abs(value - threshold) / max(threshold, coarse) if threshold > 0 else math.inf

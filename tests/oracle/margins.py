@@ -18,9 +18,9 @@ _FLOAT32_SAFE = 2.0**-100
 COARSE = 0.01
 
 
-def relative(distance: float, threshold: float) -> float:
-    """|distance| relative to a threshold; inf where the threshold is 0."""
-    return abs(distance) / threshold if threshold > 0 else math.inf
+def relative(value: float, threshold: float, coarse: float = 0.0) -> float:
+    """Distance from a threshold relative to it, or to `coarse` if that is more; inf where the threshold is 0."""
+    return abs(value - threshold) / max(threshold, coarse) if threshold > 0 else math.inf
 
 
 def gap(last_kept: float, first_dropped: float, coarse: float = 0.0) -> float:
@@ -45,9 +45,9 @@ def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float =
     margins = [math.inf]
     could_grow = count < len(order) and (budget.cap is None or count < budget.cap)
     if budget.gamma < 1 and could_grow:
-        margins.append(relative(running[count] - threshold, threshold))
+        margins.append(relative(running[count], threshold))
     if budget.gamma < 1 and count > budget.floor:
-        margins.append(relative(running[count - 1] - threshold, threshold))
+        margins.append(relative(running[count - 1], threshold))
     if 0 < count < len(order):
         margins.append(gap(values[order[count - 1]], values[order[count]], coarse))
     return min(margins)
@@ -55,7 +55,7 @@ def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float =
 
 def pattern_margin(js_distance: float, tau: float) -> float:
     """Distance of D_JS from tau."""
-    return math.inf if math.isnan(js_distance) else relative(js_distance - tau, tau)
+    return math.inf if math.isnan(js_distance) else relative(js_distance, tau)
 
 
 def line_margin(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> float:

@@ -72,31 +72,25 @@ def may_underflow(estimated: Tensor, true: Tensor) -> bool:
     return bool(((shares > 2.0**-160) & (shares < 2.0**-116)).any())
 
 
-class Bounds(NamedTuple):
-    """Least and largest number of lines."""
-
-    smallest: int
-    largest: int
-
-    def clamped(self, count: int) -> int:
-        return min(max(count, self.smallest), self.largest)
-
-
-def block_count(by_unit: Tensor, gamma: float, bounds: Bounds) -> tuple[int, float]:
+def block_count(by_unit: Tensor, gamma: float, smallest: int, largest: int) -> tuple[int, float]:
     """(running sums <= gamma) + 1 tokens, and that // 128 + 1 blocks; the margin is infinite where the clamp decides."""
+
+    def clamped(count: int) -> int:
+        return min(max(count, smallest), largest)
+
     running: list[float] = by_unit.sort(descending=True).values.cumsum(dim=0).tolist()
     if gamma == 1:
-        return bounds.clamped((len(running) + 1) // 128 + 1), math.inf
+        return clamped((len(running) + 1) // 128 + 1), math.inf
     tokens = 1 + sum(total <= gamma for total in running)
     whole = tokens // 128
-    count = bounds.clamped(whole + 1)
+    count = clamped(whole + 1)
     margins = [math.inf]
     # The count stands while 128 * whole <= tokens < 128 * (whole + 1).
     least, most = 128 * whole - 1, 128 * whole + 127
-    if whole > 0 and bounds.clamped(whole) != count:
-        margins.append(relative(running[least - 1] - gamma, gamma))
-    if most <= len(running) and bounds.clamped(whole + 2) != count:
-        margins.append(relative(running[most - 1] - gamma, gamma))
+    if whole > 0 and clamped(whole) != count:
+        margins.append(relative(running[least - 1], gamma))
+    if most <= len(running) and clamped(whole + 2) != count:
+        margins.append(relative(running[most - 1], gamma))
     return count, min(margins)
 
 
@@ -111,8 +105,8 @@ class Lines(NamedTuple):
 def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, options: Options) -> Lines:
     """Select lines from the mass of tokens (or offsets) and of blocks."""
     num_lines = len(by_line)
-    bounds = Bounds(options.min_blocks, num_lines if options.max_blocks is None else min(num_lines, options.max_blocks))
-    count, margin = (min(bounds), math.inf) if is_query_aware else block_count(by_unit, options.gamma, bounds)
+    bounds = options.min_blocks, num_lines if options.max_blocks is None else min(num_lines, options.max_blocks)
+    count, margin = (min(bounds), math.inf) if is_query_aware else block_count(by_unit, options.gamma, *bounds)
     # line 0 is kept even at a count of 0: the published code fills the places left over with block 0
     values = dict(enumerate([math.inf, *by_line.tolist()[1:]]))
     budget = Budget(gamma=1.0, cap=max(1, count))
@@ -129,7 +123,7 @@ def blocks_within(values: dict[Block, float], gamma: float, num_kv_blocks: int) 
         return order, math.inf
     running = list(accumulate(values[block] for block in order))
     kept = next((place for place, total in enumerate(running) if total > threshold), len(order))
-    margin = min((relative(total - threshold, threshold) for total in running[: kept + 1]), default=math.inf)
+    margin = min((relative(total, threshold) for total in running[: kept + 1]), default=math.inf)
     if 0 < kept < len(order):
         margin = min(margin, gap(values[order[kept - 1]], values[order[kept]]))
     return order[:kept], margin

@@ -40,11 +40,11 @@ class AttentionHead(NamedTuple):
     softcap: float | None
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Capped scores, (rows, keys)."""
-        scores = query @ key.T * self.scale
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        return scores
+        """Capped scores of rows with keys."""
+        return self.capped(query @ key.T * self.scale)
+
+    def capped(self, scores: Tensor) -> Tensor:
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
 
 
 def representative_rows(which: str, seen: Visibility) -> list[int]:
@@ -210,19 +210,16 @@ def pooled_map(head: AttentionHead, keys: KeyMeans, seen: Visibility) -> Tensor:
     """A: pooled attention of every query block, (num_q_blocks, num_kv_blocks)."""
     pooled = torch.zeros(seen.num_q_blocks, seen.num_kv_blocks, dtype=torch.float64)
     for r in range(seen.num_q_blocks):
-        rows = [row for row in seen.valid_rows if row // seen.block_size == r]
-        if rows:
-            pooled[r] = pooled_attention(head, rows, keys, [j for row, j in seen.visible_blocks if row == r])
+        if seen.rows_of(r):
+            pooled[r] = pooled_attention(head, seen.rows_of(r), keys, seen.blocks_of(r))
     return pooled
 
 
 def map_candidates(pooled: Tensor, seen: Visibility, query_aware: str) -> list[dict[Block, float]]:
     """A of the visible blocks, in groups that share gamma: one ("flatten") or one per query block ("per_query")."""
     values = pooled.tolist()
-    groups = [[block for block in seen.visible_blocks if block[0] == r] for r in range(seen.num_q_blocks)]
-    if query_aware == "flatten":
-        groups = [seen.visible_blocks]
-    return [{(r, j): values[r][j] for r, j in group} for group in groups]
+    rows = [{(r, j): values[r][j] for j in seen.blocks_of(r)} for r in range(seen.num_q_blocks)]
+    return rows if query_aware == "per_query" else [{block: value for row in rows for block, value in row.items()}]
 
 
 def top_p_rows(pooled: Tensor, seen: Visibility, options: Options) -> list[dict[Block, float]]:
@@ -244,6 +241,6 @@ def blocks_kept_always(seen: Visibility) -> set[Block]:
     """Each query block's first visible key block and its visible diagonal blocks."""
     blocks = set()
     for r in range(seen.num_q_blocks):
-        visible = [j for row, j in seen.visible_blocks if row == r]
+        visible = seen.blocks_of(r)
         blocks |= {(r, j) for j in visible if j == visible[0] or j in seen.position_blocks[r]}
     return blocks

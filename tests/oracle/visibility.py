@@ -40,6 +40,14 @@ class Visibility(NamedTuple):
         """Block diagonals that hold a visible block."""
         return sorted({c for r, j in self.visible_blocks for c in self.diagonals_of(r, j)})
 
+    def blocks_of(self, r: int) -> list[int]:
+        """Key blocks that query block r sees."""
+        return [j for row, j in self.visible_blocks if row == r]
+
+    def rows_of(self, r: int, blocks: int = 1) -> list[int]:
+        """Valid rows of query block r, or of as many from it on."""
+        return [row for row in self.valid_rows if r <= row // self.block_size < r + blocks]
+
     def diagonals_of(self, r: int, j: int) -> list[int]:
         """Two if the chunk starts inside a block."""
         return [block - j for block in self.position_blocks[r] if block >= j]
