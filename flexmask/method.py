@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.blocks import BlockProblem as BlockProblem
-from flexmask.base.inputs import HeadGroup, attention_inputs
+from flexmask.base.inputs import attention_inputs, head_groups
 from flexmask.flex.block_mask import block_mask
 from flexmask.select import select_blocks
 from flexmask.selector import METHODS, Method
@@ -138,8 +138,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
             )
         selection = select_blocks(selector, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
         mask = block_mask(inputs, selection)
-        group = HeadGroup(*(slice(0, number) for number in (query.shape[0], query.shape[1], key.shape[1])))
-        return (mask, stats_of([selection.stats], [group])) if return_stats else mask
+        return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
     # its signature is another
     del generate.__wrapped__

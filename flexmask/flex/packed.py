@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_in_memory, is_traced, stopping_modes
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.selection import block_lists
+from flexmask.compilation import runs_uncompiled
 from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask_from_lists, captured
 from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
@@ -51,10 +51,9 @@ def dense_attention_packed(
     """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim); its log-sum-exp if requested."""
     query, value = inputs.query, inputs.value
     assert value is not None
-    served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
-    # a compiled or captured graph would replay the copy of a freed table
-    is_recorded = is_traced() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
-    together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
+    together = query.is_cuda and query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS and not runs_uncompiled(query)
+    # a captured graph would replay the copy of a freed table
+    together = together and not torch.cuda.is_current_stream_capturing()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
     chosen = Backend("triton")  # of "auto" too (docs/packed.md)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask.base.inputs import attention_inputs
+from flexmask.base.inputs import attention_inputs, tiled_list_bytes
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
-from flexmask.flex.run import in_key_tiles, run_flex_attention, tiled_list_bytes
+from flexmask.flex.run import in_key_tiles, run_flex_attention
 from tests.comparisons import dense_map
 
 
