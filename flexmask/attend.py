@@ -32,7 +32,7 @@ class Attended(NamedTuple):
 _Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
 
 
-def attend(
+def planned_attention(
     inputs: AttentionInputs,
     plan: CallPlan,
     call_options: CallOptions,

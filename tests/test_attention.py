@@ -7,7 +7,7 @@ import torch
 
 from flexmask import METHODS, sparse_attention
 from flexmask.attention import RECOMMENDED
-from flexmask.flex.backend import flash_installed
+from flexmask.flex.backend import has_flash_package
 from tests.attention_calls import SINKS, VARIANTS, call, check, marked
 
 
@@ -59,7 +59,7 @@ def test_flash_attention_2_is_not_taken_for_4(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, "flash_attn")
     monkeypatch.syspath_prepend(tmp_path)
-    assert flash_installed() == (name == "block_sparsity.py")
+    assert has_flash_package() == (name == "block_sparsity.py")
 
 
 QUERY, KEY, VALUE = (torch.randn(2, heads, 100, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))

@@ -33,11 +33,6 @@ _BLACKWELL = (10, 11)
 _DENSE = "make the call dense by dense_below"
 
 
-def flash_runs_on(device: torch.device) -> bool:
-    """True on GPUs for which flash-attn-4 has block-sparse kernels."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
-
-
 class Backend(NamedTuple):
     """``"cpu"``, ``"triton"`` or ``"flash"``, and the factor of its log-sum-exp (`Verdict`)."""
 
@@ -45,19 +40,24 @@ class Backend(NamedTuple):
     lse_factor: float = 1.0
 
 
-def flash_installed() -> bool:
-    """True if flash-attn-4 is installed; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
+def has_flash_package() -> bool:
+    """True if flash-attn-4 is installed, whatever torch; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
     spec = importlib.util.find_spec("flash_attn")
     folders = () if spec is None else spec.submodule_search_locations or ()
     return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
 
 
-_HAS_FLASH = HAS_FLASH_BACKEND and flash_installed()
+_HAS_FLASH = HAS_FLASH_BACKEND and has_flash_package()
 
 
 def flash_available() -> bool:
-    """True if FlexAttention's FLASH backend can be used."""
+    """True if torch has the FLASH backend and the package is installed, whatever GPU."""
     return _HAS_FLASH
+
+
+def has_flash_kernels(device: torch.device) -> bool:
+    """True on GPUs for which flash-attn-4 has block-sparse kernels, whatever is installed."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
 
 
 def chosen_backend(
