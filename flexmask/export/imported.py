@@ -57,7 +57,6 @@ def from_block_map(
     Examples
     --------
     >>> import torch
-    >>> from flexmask.export import from_block_map
     >>> kept = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]
     >>> from_block_map(kept, 96, 96, block_size=32).sparsity()
     44.44444444444444
@@ -116,7 +115,6 @@ def from_index_list(
     Examples
     --------
     >>> import torch
-    >>> from flexmask.export import from_index_list
     >>> indices, counts = torch.tensor([[[[0, -1], [1, 0], [2, 1]]]]), torch.tensor([[[1, 2, 2]]])
     >>> from_index_list(indices, counts, 96, 96, block_size=32).sparsity()
     44.44444444444444
