@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import attention_inputs, tiled_list_bytes
 from flexmask.base.selection import BlockLists, block_lists
-from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
-from flexmask.flex.run import in_key_tiles, run_flex_attention
+from flexmask.flex.block_mask import block_mask_from_lists
+from flexmask.flex.run import in_key_tiles
 from tests.comparisons import dense_map
 
 
@@ -56,16 +56,3 @@ def test_memory_counts_the_lists_of_tiles(head_dims, block_size, lists):
         inputs = attention_inputs(query, key, value)
     assert tiled_list_bytes(inputs, block_size) == lists * 8 * (-(-1000 // block_size)) ** 2
     assert tiled_list_bytes(attention_inputs(torch.empty(1, 2, 9, 256), torch.empty(1, 2, 9, 256)), 128) == 0
-
-
-@pytest.mark.attention
-def test_attention_over_tiles_is_that_over_blocks():
-    query, key, value = (torch.randn(1, heads, 300, 32) for heads in (4, 2, 2))
-    inputs = attention_inputs(query, key, value).prepared()
-    keep = (torch.rand(1, 4, 3, 3) < 0.4) | torch.eye(3).bool()
-    lists = block_lists(keep & torch.ones(3, 3).tril().bool(), torch.ones(1, 3, 3).tril(-1).bool())
-    mask = block_mask_from_lists(lists, visible_mask_mod(inputs), 128, (300, 300))
-    with torch.no_grad():
-        expected, _ = run_flex_attention(inputs, mask, "cpu")
-        out, _ = run_flex_attention(inputs, in_key_tiles(mask, 64), "cpu")
-    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)

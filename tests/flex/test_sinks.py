@@ -20,7 +20,7 @@ def test_sinks_round_a_half_precision_output_once(gradients):
     torch.testing.assert_close(scaled.double(), exact, rtol=2**-8, atol=0)
 
 
-WITH_SINKS = ["groups", "chunk inside a block", "window", "softcap"]
+WITH_SINKS = ["groups", "chunk inside a block"]
 WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
 SINKS_BY_DEVICE = [
     *(pytest.param(name, "cpu", marks=[] if name == "groups" else pytest.mark.slow) for name in WITH_SINKS),
@@ -39,14 +39,6 @@ def test_sinks_are_one_more_logit(name, device):
     assert_same_attention(out, it.under(keep, SINKS)[0])
     with pytest.raises(AssertionError, match="not close"):
         assert_same_attention(out, it.under(keep)[0])
-
-
-@pytest.mark.parametrize("rows", [1, 170])
-def test_dense_path_has_sinks(rows):
-    it = call(**VARIANTS["everything"])
-    it.query = it.query[:, :, :rows]
-    keep = torch.ones(3, 4, -(-rows // 16), 18, dtype=torch.bool)
-    assert_same_attention(it.attend(sinks=SINKS, dense_below=1000), it.under(keep, SINKS)[0])
 
 
 INPUTS = ("query", "key", "value")
