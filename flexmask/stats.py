@@ -108,10 +108,10 @@ def stats_of(
         for name, values in part.items():
             whole[name][group.batch, group.query] = values
         served = dense[number] if dense else []
-        shared = (group.query.stop - group.query.start) // max(len(served), 1)
+        per_key = (group.query.stop - group.query.start) // max(len(served), 1)
         for key_head, is_dense in enumerate(served):
-            first = group.query.start + key_head * shared
-            whole["is_dense"][group.batch, first : first + shared] = is_dense
+            first = group.query.start + key_head * per_key
+            whole["is_dense"][group.batch, first : first + per_key] = is_dense
     return SelectionStats(**whole)  # type: ignore[arg-type]  # mypy takes each for `dense`
 
 

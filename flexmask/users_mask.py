@@ -132,10 +132,10 @@ def captured_values(function: Any) -> Iterator[Hashable]:
             yield value
         elif id(value) not in seen:
             seen.add(id(value))
-            waiting += reversed(_parts(value, names))
+            waiting += reversed(_contents(value, names))
 
 
-def _parts(value: Any, names: set[str]) -> list[Any]:
+def _contents(value: Any, names: set[str]) -> list[Any]:
     """The parts of `value`; of objects the attributes in `names`, to which a function adds those that it reads."""
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
@@ -152,5 +152,5 @@ def _parts(value: Any, names: set[str]) -> list[Any]:
         return list(value)
     if isinstance(value, (type, types.ModuleType, Tensor)) or not hasattr(value, "__dict__"):
         return []
-    own = _parts(type(value).__call__, names) if callable(value) else []
+    own = _contents(type(value).__call__, names) if callable(value) else []
     return [*own, *(part for name, part in vars(value).items() if name in names)]

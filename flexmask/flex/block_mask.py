@@ -188,10 +188,10 @@ def block_mask_from_lists(
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **keywords)
 
 
-Parts = Sequence[tuple[HeadGroup, Selection]]
+GroupSelections = Sequence[tuple[HeadGroup, Selection]]
 
 
-def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:
+def joined_mask(parts: GroupSelections, inputs: SparseInputs) -> BlockMask:
     """The mask of every head of `inputs`, copied from the selections of its groups."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 
@@ -208,7 +208,7 @@ def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:
     return block_mask(inputs, selections[0]._replace(lists=lists, keep=join(maps) if maps else None, mask_mod=mask_mod))
 
 
-def _by_group(parts: Parts) -> MaskMod:
+def _by_group(parts: GroupSelections) -> MaskMod:
     def by_group(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = torch.zeros_like(q_idx, dtype=torch.bool)
         for (rows, heads, _), selection in parts:
