@@ -70,7 +70,7 @@ def structured_inputs(
     return query, key
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class Config:
     """A method with its options; of those given, the options of other methods do not count."""
 
@@ -82,9 +82,9 @@ class Config:
         self, gamma: Any = 0.95, tau: float = 0.1, *, method: str = "flexprefill", block_size: int = 128, min_budget: int = 1024,
         **options: Any,
     ) -> None:  # fmt: skip
-        given = {"gamma": tuple(gamma) if isinstance(gamma, list) else gamma, "tau": tau, "min_budget": min_budget, **options}
-        for name, value in (("method", method), ("block_size", block_size), ("given", given)):
-            object.__setattr__(self, name, value)
+        gamma = tuple(gamma) if isinstance(gamma, list) else gamma
+        self.method, self.block_size = method, block_size
+        self.given = {"gamma": gamma, "tau": tau, "min_budget": min_budget, **options}
 
     def with_options(self, **changes: Any) -> Config:
         return Config(**{"method": self.method, "block_size": self.block_size, **self.given, **changes})
@@ -105,9 +105,7 @@ class Config:
 
     @property
     def selector(self) -> Selector:
-        made = selector_of(self.method, self.block_size, self.options)
-        assert isinstance(made, Selector)
-        return made
+        return selector_of(self.method, self.block_size, self.options)
 
     def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
         return mask_function(self.method)(query, key, **{**self.keywords, **keywords})
