@@ -42,8 +42,8 @@ class SelectionStats:
     density
         float32: kept blocks / visible blocks; 1 in dense calls.
     num_vertical_blocks, num_slash_blocks
-        int64: kept key blocks and block diagonals without those kept always; a query-aware head's are its floor (flexprefill,
-        published, hybrid).
+        int64: kept key blocks and block diagonals without those kept always; a query-aware head's are its `min_budget`
+        (flexprefill, published, hybrid).
     coverage
         float32: true attention of the representative rows held by the kept blocks (flexprefill, published, hybrid); 1 in dense
         calls.

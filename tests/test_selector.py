@@ -21,7 +21,7 @@ FINITE = "{name} must be finite; got {got}"
 INTEGER = "{name} must be an int; got {type}"
 WORD = "{name} must be one of %s; got {got!r}"
 GAMMA = "gamma must be in (0, 1]; got {got}"
-CAP = "max_budget must be at least 1 token and at least min_budget ({floor}); got {got}"
+CAP = "max_budget must be at least 1 token and at least min_budget ({least}); got {got}"
 STRIDE = "row_stride must be a divisor of block_size ({size}) and at least a 32nd of it; got {got}"
 OTHERS = "method '{method}' takes the options {own}; got {name!r}, an option of {others}"
 
@@ -43,7 +43,7 @@ REFUSED_BY: dict[str, Refusals] = {
     "published": [
         *refused_values(ValueError, GAMMA, ("gamma",), (0, 1.0000001)),
         *refused_values(ValueError, "tau must be in [0, 1]; got {got}", ("tau",), (-0.1, 1.5)),
-        ({"max_budget": 1023}, ValueError, CAP.format(floor=1024, got=1023)),
+        ({"max_budget": 1023}, ValueError, CAP.format(least=1024, got=1023)),
     ],
     "flexprefill": [
         *refused_values(ValueError, GAMMA, ("gamma",), (0, -0.1, 1.0000001, 95)),
@@ -56,8 +56,8 @@ REFUSED_BY: dict[str, Refusals] = {
         ),
         *refused_values(TypeError, INTEGER, ("block_size", "min_budget"), (None,)),
         *refused_values(ValueError, "{name} must be < 2**63 tokens; got {got}", TOKENS, (10**25,)),
-        ({"max_budget": 0, "min_budget": 0}, ValueError, CAP.format(floor=0, got=0)),
-        ({"max_budget": 63, "min_budget": 64}, ValueError, CAP.format(floor=64, got=63)),
+        ({"max_budget": 0, "min_budget": 0}, ValueError, CAP.format(least=0, got=0)),
+        ({"max_budget": 63, "min_budget": 64}, ValueError, CAP.format(least=64, got=63)),
         *refused_values(ValueError, WORD % "'flatten', 'per_query'", ("query_aware",), WORDS),
         *refused_values(ValueError, WORD % "'last', 'middle'", ("pattern_queries", "index_queries"), WORDS),
         of_another("flexprefill", "row_stride", "hybrid"),
