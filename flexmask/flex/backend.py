@@ -87,14 +87,28 @@ def chosen_backend(
     capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
     needs_lse = return_lse or inputs.sinks is not None
     call = FlashCall.of(inputs, block_size, shared)
-    if backend == "auto":
-        if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
-            return Backend("triton")
-        outcome = verdict(call, device)
-        if outcome is None or _reason(outcome, needs_lse):
-            return Backend("triton")
+    if backend == "flash":
+        _check_flash_by_name(call, device, capability, needs_lse)
+    elif capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
+        return Backend("triton")
+    outcome = verdict(call, device)
+    reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
+    if outcome is not None and not reason:
         return Backend("flash", outcome.lse_factor)
+    if backend == "auto":
+        return Backend("triton")
+    if reason:
+        raise ValueError(f'backend="flash" cannot run here: {reason}')
+    if is_dense:
+        return Backend("flash")
+    raise ValueError(
+        'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
+        "one before, or flexmask.warmup"
+    )
 
+
+def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int, needs_lse: bool) -> None:
+    """Refuse what FLASH cannot do here, whatever its check finds."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"it needs a CUDA device (got {device.type})")
@@ -114,18 +128,8 @@ def chosen_backend(
             f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
             'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    outcome = verdict(call, device)
-    if outcome is None and not is_dense:
-        raise ValueError(
-            'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
-            "one before, or flexmask.warmup"
-        )
-    reason = "" if outcome is None else _reason(outcome, needs_lse)
-    if reason:
-        raise ValueError(f'backend="flash" cannot run here: {reason}')
-    return Backend("flash", 1.0 if outcome is None else outcome.lse_factor)
 
 
 def auto_checks(call: FlashCall) -> bool:
@@ -134,10 +138,6 @@ def auto_checks(call: FlashCall) -> bool:
     in_rows_of_16_bytes = dims[0] % 8 == 0 and dims[1] % 8 == 0
     is_fast = (dims[0] <= 192 and dims[1] <= 128) or dims == (256, 256)
     return call.dtype != torch.float32 and call.block_size == 128 and is_fast and in_rows_of_16_bytes and not call.gradients
-
-
-def _reason(outcome: Verdict, needs_lse: bool) -> str:
-    return outcome.reason or (outcome.lse_reason if needs_lse else "")
 
 
 def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
