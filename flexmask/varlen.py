@@ -183,8 +183,8 @@ def sparse_attention_varlen(
     extras: list[Any] = [torch.cat([part.lse for part in served if part.lse is not None], 2)[0]] if return_lse else []
     if return_stats:
         of_filled = iter(served)
-        stats = [next(of_filled).stats if segment.q_len > 0 else None for segment in segments]
-        extras.append(tuple(dense_stats(pack.query) if of_call is None else of_call for of_call in stats))
+        stats = (next(of_filled).stats if segment.q_len > 0 else None for segment in segments)
+        extras.append(tuple(of_call or dense_stats(pack.query) for of_call in stats))
     return (out, *extras) if extras else out
 
 

@@ -13,8 +13,6 @@ from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import block_mask, inputs_of_mask
 
-_TITLE = "imported"
-
 
 def from_block_map(
     block_map: Tensor,
@@ -81,7 +79,8 @@ def from_block_map(
     _refuse_first(unseen, "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees")
     lost = problem.own & problem.visible & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
-    return block_mask(inputs, Selection(block_lists(keep, problem.seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE))
+    lists = block_lists(keep, problem.seen.full.expand(batch, -1, -1))
+    return block_mask(inputs, Selection(lists, keep, {}, block_size, title="imported"))
 
 
 def from_index_list(

@@ -29,7 +29,9 @@ def run_flex_attention(
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
     if not is_traced() and is_fake(query):
-        return _of_fakes(inputs, return_lse)
+        # compiled code cannot read it; SDPA for the sake of its gradient
+        out = sdpa(query, key, value, inputs.scale) if inputs.needs_grad else query.new_empty((*query.shape[:3], value.shape[3]))
+        return out, query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
     scale, softcap = inputs.scale, inputs.softcap
     on_cpu, head_dim = backend == "cpu", query.shape[3]
     on_nvidia = query.is_cuda and torch.version.hip is None
@@ -53,15 +55,6 @@ def run_flex_attention(
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None
-
-
-def _of_fakes(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp of fake tensors, which compiled code cannot read."""
-    query, key, value = inputs.query, inputs.key, inputs.value
-    assert value is not None
-    # SDPA for the sake of its gradient
-    out = sdpa(query, key, value, inputs.scale) if inputs.needs_grad else query.new_empty((*query.shape[:3], value.shape[3]))
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
 
 
 _outside_the_graph = torch.compiler.disable(run_flex_attention)
