@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_real
-from flexmask.base.scores import capped, grouped_scores, masked_softmax, running_sums
+from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax, running_sums
 from flexmask.method import BlockProblem, method
-from flexmask.plain import block_means
 
 
 def _check(similarity_threshold: float, **_: object) -> None:

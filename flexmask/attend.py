@@ -17,7 +17,7 @@ from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.run import run_flex_attention
 from flexmask.select import select_blocks
 from flexmask.stats import SelectionStats, dense_stats, stats_of
-from flexmask.users_mask import constant_floats, with_constant_numbers
+from flexmask.users_mask import with_constant_numbers
 
 
 class Attended(NamedTuple):
@@ -32,7 +32,7 @@ class Attended(NamedTuple):
 _Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
 
 
-def attend(
+def planned_attention(
     inputs: AttentionInputs,
     plan: CallPlan,
     call_options: CallOptions,
@@ -110,8 +110,8 @@ def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: Backe
     if selection.mask_mod is None:
         # all methods share the kernel without maps
         selection = selection.with_fields(keep=None, title=None)
-    selection = with_constant_numbers(selection, backend.name)
-    with constant_floats(selection):
+    selection, numbers_are_constant = with_constant_numbers(selection, backend.name)
+    with numbers_are_constant:
         return run_flex_attention(inputs, block_mask(inputs, selection), backend.name, return_lse, backend.lse_factor)
 
 

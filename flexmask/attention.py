@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
-from flexmask.attend import attend
+from flexmask.attend import planned_attention
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
-from flexmask.dense_policy import notice_dense
+from flexmask.dense_policy import call_plan, notice_dense
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats
 
@@ -170,8 +170,8 @@ def sparse_attention(
         query, key, value,
         scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
     )  # fmt: skip
-    plan = call_options.policy.plan(inputs, selector.for_inputs(inputs), return_lse)
+    plan = call_plan(call_options.policy, inputs, selector.for_inputs(inputs), return_lse)
     notice_dense(plan.reason, query.shape[2])
-    attended = attend(inputs, plan, call_options, return_lse, STATISTICS if return_stats else ())
+    attended = planned_attention(inputs, plan, call_options, return_lse, STATISTICS if return_stats else ())
     extras = tuple(x for x in (attended.lse, attended.stats) if x is not None)
     return (attended.out, *extras) if extras else attended.out

@@ -47,24 +47,6 @@ class DensePolicy(NamedTuple):
             return f"{q_len} rows < {self.least_rows}"
         return None
 
-    def plan(self, inputs: AttentionInputs, selector: CallSelector, return_lse: bool = False) -> CallPlan:
-        """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head."""
-        num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
-        per_key, keeps_all, size = num_heads // num_kv_heads, selector.keeps_all, selector.block_size
-        fits = self.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
-        reason = self.by_size(inputs.query.shape[2], inputs.key.shape[2])
-        if reason is None and fits:
-            reason = self.by_selection(keeps_all)
-        if reason is not None:
-            return CallPlan(size, reason)
-        # in a surrounding compilation nothing orders what empties lists before what reads them
-        if not fits or inputs.needs_grad or is_traced():
-            return CallPlan(size, None, selector, (False,) * num_kv_heads)
-        # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
-        reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
-        dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
-        return CallPlan(size, None, selector, dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
-
     def by_selection(self, keeps_all: list[bool]) -> str | None:
         """Reason why a selection has nothing to drop, if it has none."""
         return "every head keeps every block" if self.dense_below > 0 and all(keeps_all) else None
@@ -76,6 +58,25 @@ class DensePolicy(NamedTuple):
         if window is not None and window < self.dense_below:
             return f"sliding window {window} < dense_below {self.dense_below}"
         return None
+
+
+def call_plan(policy: DensePolicy, inputs: AttentionInputs, selector: CallSelector, return_lse: bool = False) -> CallPlan:
+    """Decide for one call: dense with few tokens or rows, or where every head keeps every block; else by key head."""
+    num_heads, num_kv_heads = inputs.query.shape[1], inputs.key.shape[1]
+    per_key, keeps_all, size = num_heads // num_kv_heads, selector.keeps_all, selector.block_size
+    fits = policy.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
+    reason = policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
+    if reason is None and fits:
+        reason = policy.by_selection(keeps_all)
+    if reason is not None:
+        return CallPlan(size, reason)
+    # in a surrounding compilation nothing orders what empties lists before what reads them
+    if not fits or inputs.needs_grad or is_traced():
+        return CallPlan(size, None, selector, (False,) * num_kv_heads)
+    # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
+    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
+    dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
+    return CallPlan(size, None, selector, dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None)
 
 
 def by_head_dim(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str | None:

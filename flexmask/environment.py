@@ -14,7 +14,7 @@ import torch
 
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, flash_installed, flash_runs_on
+from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, has_flash_kernels, has_flash_package
 from flexmask.flex.flash_check import FlashCall, flash_verdict
 
 # changes from plain calls of head_dim 128 in bfloat16
@@ -110,7 +110,7 @@ def backends(device: torch.device | str, dtype: torch.dtype) -> list[BackendRepo
 def flash_can_run(device: torch.device | str) -> bool:
     """True if FLASH is installed and has a kernel for `device`."""
     # a tensor's device has its index
-    return flash_available() and flash_runs_on(torch.zeros((), device=device).device)
+    return flash_available() and has_flash_kernels(torch.zeros((), device=device).device)
 
 
 def flash_features(device: torch.device | str) -> list[FlashReport]:
@@ -156,12 +156,12 @@ def problems(device: torch.device | str) -> list[Problem]:
         (device.type == "cuda" and not on_nvidia, "warning", "the kernels were compiled for ROCm, but never run there", compare),
         (on_nvidia and major != 9, "warning", f"compute capability {major}.x: the kernels were run on Hopper (9.0) only",
          compare),
-        (major == 9 and not flash_installed(), "warning",
+        (major == 9 and not has_flash_package(), "warning",
          "flash-attn-4 is missing: half precision runs on the slower Triton backend",
          "pip install flash-attn-4, with torch >= 2.10"),
         (not KNOWS_LENGTHS, "warning", "torch 2.5's BlockMask rounds lengths up to whole blocks in shape, sparsity and pictures",
          "torch >= 2.6"),
-        (flash_installed() and not HAS_FLASH_BACKEND, "warning",
+        (has_flash_package() and not HAS_FLASH_BACKEND, "warning",
          f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10"),
     ]  # fmt: skip
     return sorted((Problem(*rest) for holds, *rest in conditions if holds), key=lambda problem: problem.severity != "error")

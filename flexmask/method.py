@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.blocks import BlockProblem as BlockProblem
-from flexmask.base.inputs import HeadGroup, attention_inputs
+from flexmask.base.inputs import attention_inputs, head_groups
 from flexmask.flex.block_mask import block_mask
 from flexmask.select import select_blocks
 from flexmask.selector import METHODS, Method
@@ -91,15 +91,16 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     if choose is None:
         return functools.partial(method, plans=plans, **fields)
     declared = list(inspect.signature(choose).parameters.values())[1:]
-    parts = {name: _parts(hint) for name, hint in get_type_hints(choose, include_extras=True).items() if name != "return"}
-    for name in [p.name for p in declared] if fields.get("has_kernels") else ():
-        if any(part not in _PASSED for part in parts.get(name, (Any,))):
+    hints = get_type_hints(choose, include_extras=True)
+    accepted = {p.name: _alternatives(hints.get(p.name, Any)) for p in declared}
+    for name, kinds in accepted.items() if fields.get("has_kernels") else ():
+        if any(kind not in _PASSED for kind in kinds):
             raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
     entry = Method(
         choose, {p.name: p.default for p in declared}, choose.__name__.removesuffix("_mask"),
-        floats=tuple(p.name for p in declared if float in parts.get(p.name, ())),
-        shares=tuple(p.name for p in declared if ByHead in parts.get(p.name, ())),
-        pairs={p.name: (plans or {}).get(p.name) for p in declared if PairsByHead in parts.get(p.name, ())}, **fields,
+        floats=tuple(name for name, kinds in accepted.items() if float in kinds),
+        shares=tuple(name for name, kinds in accepted.items() if ByHead in kinds),
+        pairs={name: (plans or {}).get(name) for name, kinds in accepted.items() if PairsByHead in kinds}, **fields,
     )  # fmt: skip
     other = METHODS.get(entry.name)
     # a module may be imported again
@@ -140,8 +141,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
             )
         selection = select_blocks(selector, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
         mask = block_mask(inputs, selection)
-        group = HeadGroup(*(slice(0, number) for number in (query.shape[0], query.shape[1], key.shape[1])))
-        return (mask, stats_of([selection.stats], [group])) if return_stats else mask
+        return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
     doc = inspect.getdoc(choose)
     if doc is not None and "\nReturns\n" not in doc:
@@ -159,7 +159,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     return function
 
 
-def _parts(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: Any) -> tuple[Any, ...]:
     """The parts of an annotation: those of a union, else itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 

@@ -21,23 +21,9 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.scores import capped, grouped_scores, masked_softmax
+from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
 from flexmask.base.selection import BlockLists, block_lists
-from flexmask.base.visibility import BlockVisibility, Tokens, in_blocks, visible_keys, whole_blocks
-
-
-def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
-    """Mean of every block's valid tokens (None: all), (batch, heads, num_blocks, head_dim) float32; zero without any.
-
-    `x` is (batch, heads, length, head_dim), `valid` (batch or 1, length) bool; what invalid tokens hold does not matter.
-    """
-    values = x.float()
-    if valid is None:
-        valid = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device)
-    else:
-        values = torch.where(valid[:, None, :, None], values, 0.0)
-    count = in_blocks(valid, block_size, False).sum(-1)
-    return whole_blocks(values, 2, block_size).sum(3) / count.clamp(min=1)[:, None, :, None]
+from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whole_blocks
 
 
 def key_means(problem: BlockProblem) -> Tensor:

@@ -54,7 +54,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
     import numpy as np
     from matplotlib.patches import Rectangle
 
-    rows = _rows_of(source)
+    rows = _checked_rows(source)
     layers, num_heads = sorted({row["layer"] for row in rows}), 1 + max(row["head"] for row in rows)
     by_head: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -87,7 +87,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
     return axes
 
 
-def _rows_of(source: Any) -> list[Mapping[str, Any]]:
+def _checked_rows(source: Any) -> list[Mapping[str, Any]]:
     """The rows of a run or of a tuning result, or rows as they are, at least one."""
     rows = source.rows() if callable(getattr(source, "rows", None)) else source
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):

@@ -21,9 +21,8 @@ from flexmask.base.checks import (
     plain_numbers,
     shares_by_head,
 )
-from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes
+from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes, tiled_list_bytes
 from flexmask.base.selection import Choice
-from flexmask.flex.run import tiled_list_bytes
 from flexmask.users_mask import check_takes_keywords, users_choice
 
 # types of options in methods' signatures, by which `flexmask.method` finds them

@@ -42,8 +42,8 @@ class SelectionStats:
     density
         float32: kept blocks / visible blocks; 1 in dense calls.
     num_vertical_blocks, num_slash_blocks
-        int64: kept key blocks and block diagonals without those kept always; a query-aware head's are its floor (flexprefill,
-        published, hybrid).
+        int64: kept key blocks and block diagonals without those kept always; a query-aware head's are its `min_budget`
+        (flexprefill, published, hybrid).
     coverage
         float32: true attention of the representative rows held by the kept blocks (flexprefill, published, hybrid); 1 in dense
         calls.
@@ -108,10 +108,10 @@ def stats_of(
         for name, values in part.items():
             whole[name][group.batch, group.query] = values
         served = dense[number] if dense else []
-        shared = (group.query.stop - group.query.start) // max(len(served), 1)
+        per_key = (group.query.stop - group.query.start) // max(len(served), 1)
         for key_head, is_dense in enumerate(served):
-            first = group.query.start + key_head * shared
-            whole["is_dense"][group.batch, first : first + shared] = is_dense
+            first = group.query.start + key_head * per_key
+            whole["is_dense"][group.batch, first : first + per_key] = is_dense
     return SelectionStats(**whole)  # type: ignore[arg-type]  # mypy takes each for `dense`
 
 

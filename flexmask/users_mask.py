@@ -99,12 +99,15 @@ def _check(mask: Any, must_give: str, inputs: AttentionInputs, block_size: int) 
             raise ValueError(f"{must_give} {name} of ({of_rows}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
 
 
-def with_constant_numbers(selection: Selection, backend: str) -> Selection:
-    """`selection` with a user's mask_mod whose numbers are constants; its title, hence the compiled kernel, names them."""
+def with_constant_numbers(selection: Selection, backend: str) -> tuple[Selection, contextlib.AbstractContextManager[Any]]:
+    """`selection` with a user's mask_mod whose numbers are constants, and a context in which torch.compile takes floats so.
+
+    Its title, hence the compiled kernel, names the numbers.
+    """
     # a number that changes is symbolic: kernels for CPUs and FLASH take none, Triton's no floats (2.13)
     own = selection.mask_mod
     if own is None or is_traced():
-        return selection
+        return selection, contextlib.nullcontext()
     takes_ints = backend == "triton"
     values = [value for value in captured_values(own) if not (takes_ints and type(value) is int)]
     mask_mod = own
@@ -113,15 +116,9 @@ def with_constant_numbers(selection: Selection, backend: str) -> Selection:
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, own: MaskMod = own) -> Tensor:
             return own(b, h, q_idx, kv_idx)
 
-    return selection.with_fields(mask_mod=mask_mod, title=f"{selection.title}{values}" if values else selection.title)
-
-
-def constant_floats(selection: Selection) -> contextlib.AbstractContextManager[Any]:
-    """A context in which torch.compile takes floats as constants, where the mask_mod is a user's; in torch 2.13 by thread."""
-    if selection.mask_mod is None or is_traced():
-        return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(specialize_float=True)
-    return patched
+    title = f"{selection.title}{values}" if values else selection.title
+    # in torch 2.13 of this thread alone
+    return selection.with_fields(mask_mod=mask_mod, title=title), torch._dynamo.config.patch(specialize_float=True)
 
 
 def captured_values(function: Any) -> Iterator[Hashable]:
@@ -135,10 +132,10 @@ def captured_values(function: Any) -> Iterator[Hashable]:
             yield value
         elif id(value) not in seen:
             seen.add(id(value))
-            waiting += reversed(_parts(value, names))
+            waiting += reversed(_contents(value, names))
 
 
-def _parts(value: Any, names: set[str]) -> list[Any]:
+def _contents(value: Any, names: set[str]) -> list[Any]:
     """The parts of `value`; of objects the attributes in `names`, to which a function adds those that it reads."""
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
@@ -155,5 +152,5 @@ def _parts(value: Any, names: set[str]) -> list[Any]:
         return list(value)
     if isinstance(value, (type, types.ModuleType, Tensor)) or not hasattr(value, "__dict__"):
         return []
-    own = _parts(type(value).__call__, names) if callable(value) else []
+    own = _contents(type(value).__call__, names) if callable(value) else []
     return [*own, *(part for name, part in vars(value).items() if name in names)]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.attend import Attended, attend
+from flexmask.attend import Attended, planned_attention
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
-from flexmask.dense_policy import notice_dense
+from flexmask.dense_policy import call_plan, notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.selector import selector_of
@@ -176,15 +176,15 @@ def sparse_attention_varlen(
             served.append(Attended(*next(dense)))
             continue
         # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
-        plan = policy.plan(inputs, of_call, return_lse)
+        plan = call_plan(policy, inputs, of_call, return_lse)
         notice_dense(plan.reason, inputs.query.shape[2])
-        served.append(attend(inputs, plan, call_options, return_lse, statistics))
+        served.append(planned_attention(inputs, plan, call_options, return_lse, statistics))
     out = torch.cat([part.out for part in served], 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([part.lse for part in served if part.lse is not None], 2)[0]] if return_lse else []
     if return_stats:
         of_filled = iter(served)
-        stats = [next(of_filled).stats if segment.q_len > 0 else None for segment in segments]
-        extras.append(tuple(dense_stats(pack.query) if of_call is None else of_call for of_call in stats))
+        stats = (next(of_filled).stats if segment.q_len > 0 else None for segment in segments)
+        extras.append(tuple(of_call or dense_stats(pack.query) for of_call in stats))
     return (out, *extras) if extras else out
 
 

@@ -61,12 +61,7 @@ VARIANTS = {
     "one head each": {"heads": (2, 2), "head_dims": (16, 16), "q_len": 129},
     "multi-query, left padding": {"heads": (3, 1), "batch": 2, "attention_mask": padding(300, ("left", 70), ("left", 5))},
     "chunk inside a block": {"q_len": 150, "kv_len": 333, "block_size": 32},
-    "ragged 1000": {"q_len": 1000, "block_size": 64, "head_dims": (64, 64)},
     "value wider": {"head_dims": (16, 80), "block_size": 48},
-    "value narrower": {"head_dims": (256, 16), "q_len": 600, "block_size": 128},
-    "window": {"scores": {"window": 90}},
-    "softcap": {"scores": {"softcap": 3.0}},
-    "scale": {"scores": {"scale": 0.4}, "query_aware": "per_query", "tau": 0.5},
     "published": {"method": "published", "q_len": 304, "tau": 0.3, "min_budget": 16},
     "hybrid": {"method": "hybrid", "q_len": 304, "gamma": 0.7},
     "one map of all heads": {"method": "streaming_llm", "sink_blocks": 1, "window_blocks": 2},
@@ -75,24 +70,11 @@ VARIANTS = {
         "q_len": 170, "kv_len": 280, "batch": 3, "attention_mask": padding(280, ("holes", 7), ("all", 0), ("right", 100)),
         "q_offset": torch.tensor([100, 7, 0]), "scores": {"window": 120, "softcap": 5.0, "scale": 0.3}, "min_budget": 16,
     },
-    "bfloat16": {"dtype": torch.bfloat16, "q_len": 640, "head_dims": (128, 128), "block_size": 64},
     "bfloat16, padded chunk": {
         "dtype": torch.bfloat16, "q_len": 200, "kv_len": 520, "block_size": 32, "attention_mask": padding(520, ("left", 90)),
     },
     "float16": {"dtype": torch.float16, "q_len": 2000, "gamma": 0.3, "block_size": 256, "heads": (2, 1), "head_dims": (80, 80)},
 }  # fmt: skip
-
-# parts of "everything"
-ALONE = {"window", "softcap", "scale"}
-# covered by other variants
-COVERED = {"ragged 1000", "value narrower", "bfloat16"}
-
-
-def marked(name):
-    if name in ALONE | COVERED:
-        return pytest.param(name, marks=pytest.mark.slow)
-    return pytest.param(name, marks=CPP_ERROR) if "padded chunk" in name else name
-
 
 SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
 

@@ -70,7 +70,7 @@ def structured_inputs(
     return query, key
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class Config:
     """A method with its options; of those given, the options of other methods do not count."""
 
@@ -82,9 +82,9 @@ class Config:
         self, gamma: Any = 0.95, tau: float = 0.1, *, method: str = "flexprefill", block_size: int = 128, min_budget: int = 1024,
         **options: Any,
     ) -> None:  # fmt: skip
-        given = {"gamma": tuple(gamma) if isinstance(gamma, list) else gamma, "tau": tau, "min_budget": min_budget, **options}
-        for name, value in (("method", method), ("block_size", block_size), ("given", given)):
-            object.__setattr__(self, name, value)
+        gamma = tuple(gamma) if isinstance(gamma, list) else gamma
+        self.method, self.block_size = method, block_size
+        self.given = {"gamma": gamma, "tau": tau, "min_budget": min_budget, **options}
 
     def with_options(self, **changes: Any) -> Config:
         return Config(**{"method": self.method, "block_size": self.block_size, **self.given, **changes})
@@ -105,9 +105,7 @@ class Config:
 
     @property
     def selector(self) -> Selector:
-        made = selector_of(self.method, self.block_size, self.options)
-        assert isinstance(made, Selector)
-        return made
+        return selector_of(self.method, self.block_size, self.options)
 
     def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
         return mask_function(self.method)(query, key, **{**self.keywords, **keywords})
@@ -201,10 +199,10 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
 @st.composite
 def cases(
     draw: st.DrawFn, /, kv_lens: st.SearchStrategy[int] = KV_LENS, block_sizes: Sequence[int] = (16, 16, 32, 48),
-    gammas: Sequence[float] = (*GAMMAS, 1.0), floors: Sequence[int] = (0, 1), **fixed: Any,
+    gammas: Sequence[float] = (*GAMMAS, 1.0), budgets: Sequence[int] = (0, 1), **fixed: Any,
 ) -> Case:  # fmt: skip
     """Any call; `fixed` sets options instead of drawing them."""
-    config = draw(configs(block_sizes, st.sampled_from(gammas), floors, **fixed))
+    config = draw(configs(block_sizes, st.sampled_from(gammas), budgets, **fixed))
     kv_len = draw(kv_lens)
     q_len = draw(st.just(kv_len) | st.integers(1, kv_len))
     batch = 1 if kv_len == 1000 else draw(st.integers(1, 2))
@@ -242,16 +240,16 @@ def published_cases(draw: st.DrawFn, /, **fixed: Any) -> Case:
 
 
 def configs(
-    block_sizes: Sequence[int], gammas: st.SearchStrategy[float], floors: Sequence[int] = (0, 1), **fixed: Any
+    block_sizes: Sequence[int], gammas: st.SearchStrategy[float], budgets: Sequence[int] = (0, 1), **fixed: Any
 ) -> st.SearchStrategy[Config]:
-    """Options with a floor from `floors`, in blocks, and no cap or one above the floor."""
+    """Options with a `min_budget` from `budgets`, in blocks, and no cap or one above it."""
 
-    def config(block_size: int, floor: int, cap: int | None, **options: Any) -> Config:
-        budgets = {"min_budget": floor * block_size, "max_budget": None if cap is None else max(cap, floor + 1) * block_size - 5}
-        return Config(**{**budgets, **options, "block_size": block_size, **fixed})
+    def config(block_size: int, budget: int, cap: int | None, **options: Any) -> Config:
+        limits = {"min_budget": budget * block_size, "max_budget": None if cap is None else max(cap, budget + 1) * block_size - 5}
+        return Config(**{**limits, **options, "block_size": block_size, **fixed})
 
     return st.builds(
-        config, block_size=st.sampled_from(block_sizes), floor=st.sampled_from(floors), cap=st.sampled_from([None, None, 3, 5]),
+        config, block_size=st.sampled_from(block_sizes), budget=st.sampled_from(budgets), cap=st.sampled_from([None, None, 3, 5]),
         gamma=gammas, **DRAWN,
     )  # fmt: skip
 

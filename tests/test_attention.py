@@ -1,4 +1,4 @@
-"""sparse_attention against dense attention under its mask, through the compiled kernel; every method."""
+"""sparse_attention is dense attention under its mask; sinks, and keys that no row sees, on every path, with gradients."""
 
 import sys
 
@@ -7,12 +7,15 @@ import torch
 
 from flexmask import METHODS, sparse_attention
 from flexmask.attention import RECOMMENDED
-from flexmask.flex.backend import flash_installed
-from tests.attention_calls import SINKS, VARIANTS, call, check, marked
+from flexmask.flex.backend import has_flash_package
+from flexmask.flex.run import with_sinks
+from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, assert_same_gradients, call, check, flexprefill_attention, padding
+from tests.comparisons import assert_same_attention
+from tests.expected import visible_pairs
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("name", [marked(name) for name in VARIANTS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=CPP_ERROR if "padded chunk" in name else ()) for name in VARIANTS])
 def test_is_dense_attention_under_the_mask(name):
     check(call(**VARIANTS[name]))
 
@@ -59,7 +62,7 @@ def test_flash_attention_2_is_not_taken_for_4(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.delitem(sys.modules, "flash_attn")
     monkeypatch.syspath_prepend(tmp_path)
-    assert flash_installed() == (name == "block_sparsity.py")
+    assert has_flash_package() == (name == "block_sparsity.py")
 
 
 QUERY, KEY, VALUE = (torch.randn(2, heads, 100, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -71,3 +74,116 @@ def test_the_recommended_method_is_the_default(without_kernel):
     _, named = sparse_attention(QUERY, KEY, VALUE, RECOMMENDED, **options)
     assert RECOMMENDED == "hybrid" in METHODS and torch.equal(default.density, named.density)
     assert not default.row_coverage.isnan().any()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_sinks_round_a_half_precision_output_once(gradients):
+    out = torch.randn(1, 4, 63, 32).bfloat16()
+    lse = torch.randn(1, 4, 63)
+    exact = out.double() * torch.sigmoid(lse.double() - SINKS.double()[:, None])[..., None]
+    with torch.set_grad_enabled(gradients):
+        scaled = with_sinks(out.clone(), lse, SINKS)
+    assert scaled.dtype == torch.bfloat16
+    # half a unit in the last place
+    torch.testing.assert_close(scaled.double(), exact, rtol=2**-8, atol=0)
+
+
+WITH_SINKS = ["groups", "chunk inside a block"]
+WITH_SINKS_AND_PADDING = ["everything", "bfloat16, padded chunk"]
+SINKS_BY_DEVICE = [
+    *(pytest.param(name, "cpu", marks=[] if name == "groups" else pytest.mark.slow) for name in WITH_SINKS),
+    *(pytest.param(name, "cpu", marks=CPP_ERROR) for name in WITH_SINKS_AND_PADDING),
+    *(pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in WITH_SINKS + WITH_SINKS_AND_PADDING),
+]
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize(("name", "device"), SINKS_BY_DEVICE)
+def test_sinks_are_one_more_logit(name, device):
+    it = call(**VARIANTS[name])
+    keep = it.to(device).search().keep
+    out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
+    assert (stats.density < 1).any()
+    assert_same_attention(out, it.under(keep, SINKS)[0])
+    with pytest.raises(AssertionError, match="not close"):
+        assert_same_attention(out, it.under(keep)[0])
+
+
+INPUTS = ("query", "key", "value")
+wanted = pytest.mark.parametrize("wanted", [(*INPUTS, "sinks"), ("sinks",), INPUTS], ids=["of all", "of sinks", "without sinks"])
+
+
+@wanted
+@pytest.mark.parametrize("name", ["groups", "everything"])
+def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
+    it, sinks = call(**VARIANTS[name]), SINKS if "sinks" in wanted else None
+    assert_same_gradients(it, torch.ones_like(it.search().keep), wanted, sinks=sinks, dense_below=1000)
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+@wanted
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_gradients_of_the_sparse_kernel_and_of_sinks(cuda, wanted, padded):
+    mask, sinks = padding(600, ("left", 90)) if padded else None, SINKS if "sinks" in wanted else None
+    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=mask)
+    assert_same_gradients(it, it.to(cuda).search().keep, wanted, cuda, sinks, dense_below=0, backend="triton")
+
+
+NAN = float("nan")
+PROBLEMS = {
+    "behind a chunk": {"q_len": 100, "kv_len": 200, "q_offset": torch.tensor([70, 3]), "batch": 2},
+    "behind a chunk, one row": {"q_len": 100, "kv_len": 200, "q_offset": torch.tensor(70)},
+    "behind a chunk, an int": {"q_len": 100, "kv_len": 200, "q_offset": 41},
+    "padding": {"q_len": 200, "attention_mask": padding(200, ("left", 70), ("holes", 7)), "batch": 2},
+    "one row": {"q_len": 1, "kv_len": 200, "q_offset": torch.tensor(70)},
+    "one row, padding": {"q_len": 1, "kv_len": 200, "attention_mask": padding(200, ("left", 70))},
+}
+BEFORE_THE_KERNEL = ["behind a chunk", "behind a chunk, one row", "padding"]
+SCORES = {
+    "SDPA": {}, "window": {"window": 50}, "softcap": {"softcap": 3.0}, "sinks": {"sinks": SINKS},
+    "log-sum-exp": {"return_lse": True},
+}  # fmt: skip
+SPARSE = [
+    pytest.param(name, scores, marks=pytest.mark.slow if scores and name != "padding" else [], id=f"{kind}-{name}")
+    for kind, scores in (("plain", {}), ("sinks", {"sinks": SINKS}))
+    for name in BEFORE_THE_KERNEL
+]
+
+
+def spoiled(it):
+    """Key and value with NaN wherever no row can see."""
+    absent = ~visible_pairs(it).any(1)[:, None, :, None]
+    assert absent.any()
+    return it.key.masked_fill(absent, NAN), it.value.masked_fill(absent, NAN)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+def test_dense_attention_does_not_see_them(problem, scores):
+    it = call(**problem)
+    key, value = spoiled(it)
+    arguments = {**it.keywords(), **scores}
+    clean = flexprefill_attention(it.query, it.key, it.value, **arguments)
+    found = flexprefill_attention(it.query, key, value, **arguments)
+    torch.testing.assert_close(found, clean, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.attention
+@CPP_ERROR
+@pytest.mark.parametrize(("name", "scores"), SPARSE)
+def test_sparse_attention_does_not_see_them(name, scores):
+    it = call(**PROBLEMS[name])
+    clean = it.attend(**scores)
+    it.key, it.value = spoiled(it)
+    assert torch.equal(it.attend(**scores), clean)
+
+
+def test_gradients_of_dense_attention_do_not_see_them():
+    it = call(**PROBLEMS["padding"])
+    gradients = []
+    for key, value in ((it.key, it.value), spoiled(it)):
+        tensors = [x.clone().requires_grad_() for x in (it.query, key, value)]
+        flexprefill_attention(*tensors, **it.keywords()).square().sum().backward()
+        gradients.append([x.grad for x in tensors])
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""sparse_attention on a GPU, with log-sum-exp, and captured in a CUDA graph; tests/flex/test_sinks.py has its gradients."""
+"""sparse_attention on a GPU, with log-sum-exp, and captured in a CUDA graph; tests/test_attention.py has its gradients."""
 
 import pytest
 import torch

@@ -73,7 +73,7 @@ def test_of_equal_blocks_the_nearest_hold_the_floor(share):
 
 
 def test_the_nearest_blocks_of_the_last_rows_reach_eight_times_as_far():
-    """Of even attention, in which no block passes a threshold; also where a floor exceeds every prompt."""
+    """Of even attention, in which no block passes a threshold; also where `min_budget` exceeds every prompt."""
     query, key = torch.zeros(1, 1, 256, 16), torch.zeros(1, 1, 256, 16)
     options = {"block_size": 16, "min_coverage": 0.0}
     keep = hybrid_mask(query, key, 0.01, min_budget=16, **options).to_dense()[0, 0]

@@ -9,7 +9,7 @@ import torch
 
 from flexmask import plain
 from flexmask.base.inputs import attention_inputs
-from flexmask.base.selection import BlockLists, block_lists
+from flexmask.base.selection import BlockLists, ascending_indices, block_lists
 from flexmask.block_masks import hybrid
 from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
 from flexmask.flex.run import run_flex_attention
@@ -19,15 +19,11 @@ from tests.comparisons import assert_honest, assert_same_attention, assert_same_
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
 
 BLOCK = 16
-
-
 # heads of both kinds that drop blocks: whole, unpadded
 INPUTS = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
 CASE = Case(*INPUTS, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
-RESULT = CASE.search()
-EXPECTED = CASE.reference()
-VISIBLE = by_block(visible_pairs(CASE), BLOCK).expand_as(RESULT.keep[0])
-FULL = by_block(visible_pairs(CASE), BLOCK, every=True)
+RESULT, EXPECTED = CASE.search(), CASE.reference()
+VISIBLE, FULL = (by_block(visible_pairs(CASE), BLOCK, every) for every in (False, True))
 PICKS = range(3)
 
 
@@ -55,9 +51,7 @@ def swapped(number):
 def relabelled(number):
     full = FULL.expand_as(RESULT.keep).clone()
     full[pick(RESULT.keep & ~FULL, number)] = True
-    keep = RESULT.keep
-    parts = [block_lists(keep[:, h : h + 1], full[:, h]) for h in range(keep.shape[1])]
-    return keep, BlockLists(*(torch.cat(part, 1).contiguous() for part in zip(*parts, strict=True)))
+    return RESULT.keep, BlockLists(*ascending_indices(RESULT.keep & ~full), *ascending_indices(RESULT.keep & full))
 
 
 FAULTS = [dropped, added, swapped, relabelled]
@@ -112,7 +106,6 @@ def test_comparison_of_statistics_catches(name):
 def test_comparison_of_compiled_attention_catches(fault):
     value = torch.randn(1, 2, 200, 32, generator=torch.Generator().manual_seed(1))
     expected, _ = masked_attention(CASE.query, CASE.key, value, expanded(RESULT.keep, CASE))
-
     inputs = attention_inputs(CASE.query, CASE.key, value)
 
     def attend(lists):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.inputs import SparseInputs
-from flexmask.base.scores import widest_float
+from flexmask.base.scores import block_means, widest_float
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, last_valid_keys, num_blocks, valid_keys
 
@@ -114,11 +114,8 @@ class BlockProblem:
 
     def query_means(self, blocks: int = 1) -> Tensor:
         """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
-        steps: Any = self.steps  # `flexmask.plain`, of a method without kernels
-        means: Tensor = steps.block_means(
-            self.inputs.query, self.tokens.row_valid if self.tokens.padded else None, blocks * self.block_size
-        )
-        return means
+        valid = self.tokens.row_valid if self.tokens.padded else None
+        return block_means(self.inputs.query, valid, blocks * self.block_size)
 
     def first_block(self) -> Tensor:
         """Key block of the first valid key, (batch or 1, 1, 1, 1) int64."""

@@ -250,7 +250,7 @@ def check_shares(name: str, value: Any) -> None:
 
 
 def check_max_budget(*, max_budget: Any, min_budget: int, **_: Any) -> None:
-    """Raise unless the cap is None or at least one token and the floor."""
+    """Raise unless the cap is None or at least one token and `min_budget`."""
     if max_budget is not None:
         check_int64("max_budget", max_budget, "tokens")
         if max_budget < max(1, min_budget):

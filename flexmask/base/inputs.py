@@ -55,6 +55,10 @@ class AttentionInputs(NamedTuple):
         kv_len = self.key.shape[2]
         return kv_len if self.window is None else min(self.window, kv_len)
 
+    def block_pairs(self, block_size: int) -> int:
+        """Number of pairs of a query block and a key block."""
+        return num_blocks(self.query.shape[2], block_size) * num_blocks(self.key.shape[2], block_size)
+
     def tokens(self, end: Tensor | None = None) -> Tokens:
         """Positions of its rows, and valid rows and keys; of a slice of rows, `end` is the position after the whole's last."""
         return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key, end)
@@ -191,8 +195,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
     """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
-    q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-    return _PAIR_BYTES * num_blocks(q_len, block_size) * num_blocks(kv_len, block_size) + _SCORE_BYTES * rows * kv_len
+    return _PAIR_BYTES * inputs.block_pairs(block_size) + _SCORE_BYTES * rows * inputs.key.shape[2]
 
 
 def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
@@ -204,5 +207,19 @@ def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score
     ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
     copies = (inputs.query.element_size() < 4) + absent + ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // per_key))
-    pairs = num_blocks(q_len, block_size) * num_blocks(kv_len, block_size)
-    return pairs * by_pair + block_size * kv_len * by_score + means
+    return inputs.block_pairs(block_size) * by_pair + block_size * kv_len * by_score + means
+
+
+def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
+    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
+    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
+
+
+def tiled_list_bytes(inputs: AttentionInputs, block_size: int) -> int:
+    """Bytes of one head's lists by block and by tile in one batch row; 0 where FLASH takes the blocks as they are."""
+    if inputs.value is None or not inputs.query.is_cuda:
+        return 0
+    tile = flash_key_tile(inputs.query.shape[3], inputs.value.shape[3])
+    if block_size <= tile or block_size % tile:
+        return 0
+    return 8 * inputs.block_pairs(block_size) * (1 + block_size // tile)

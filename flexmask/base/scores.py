@@ -1,4 +1,4 @@
-"""Attention scores of grouped heads, their softmax, and top-p over them in the widest float of a device."""
+"""Means of blocks, attention scores of grouped heads, their softmax, and top-p over them in the widest float of a device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import HAS_BMM_TO_FLOAT32, is_traced
+from flexmask.base.visibility import in_blocks, whole_blocks
+
+
+def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
+    """Mean of every block's valid tokens (None: all), (batch, heads, num_blocks, head_dim) float32; zero without any.
+
+    `x` is (batch, heads, length, head_dim), `valid` (batch or 1, length) bool; what invalid tokens hold does not matter.
+    """
+    values = x.float()
+    if valid is None:
+        valid = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device)
+    else:
+        values = torch.where(valid[:, None, :, None], values, 0.0)
+    count = in_blocks(valid, block_size, False).sum(-1)
+    return whole_blocks(values, 2, block_size).sum(3) / count.clamp(min=1)[:, None, :, None]
 
 
 def grouped_scores(query: Tensor, key: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from flexmask.attend import attend_heads
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import SparseInputs, attention_inputs, head_groups
 from flexmask.base.selection import Selection
-from flexmask.dense_policy import has_causal_kernel
+from flexmask.dense_policy import call_plan, has_causal_kernel
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, sdpa
@@ -151,7 +151,7 @@ def random_times(
     if densities:
         calls.append(lambda: block_mask(inputs, select_blocks(selector.of_heads(group.query), inputs)))
         backend = chosen_backend(call_options.backend, inputs, selector.block_size)
-        plan = call_options.policy.plan(whole, selector)
+        plan = call_plan(call_options.policy, whole, selector)
     for number, density in enumerate(densities):
         blocks, times.density[number] = _random_blocks(inputs, selector.block_size, density)
         calls.append(partial(attend_heads, inputs, blocks, (False,) * key.shape[1], plan.most_kept, backend))

@@ -13,8 +13,6 @@ from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import block_mask, inputs_of_mask
 
-_TITLE = "imported"
-
 
 def from_block_map(
     block_map: Tensor,
@@ -57,7 +55,6 @@ def from_block_map(
     Examples
     --------
     >>> import torch
-    >>> from flexmask.export import from_block_map
     >>> kept = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]
     >>> from_block_map(kept, 96, 96, block_size=32).sparsity()
     44.44444444444444
@@ -82,7 +79,8 @@ def from_block_map(
     _refuse_first(unseen, "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees")
     lost = problem.own & problem.visible & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
-    return block_mask(inputs, Selection(block_lists(keep, problem.seen.full.expand(batch, -1, -1)), keep, {}, block_size, _TITLE))
+    lists = block_lists(keep, problem.seen.full.expand(batch, -1, -1))
+    return block_mask(inputs, Selection(lists, keep, {}, block_size, title="imported"))
 
 
 def from_index_list(
@@ -116,7 +114,6 @@ def from_index_list(
     Examples
     --------
     >>> import torch
-    >>> from flexmask.export import from_index_list
     >>> indices, counts = torch.tensor([[[[0, -1], [1, 0], [2, 1]]]]), torch.tensor([[[1, 2, 2]]])
     >>> from_index_list(indices, counts, 96, 96, block_size=32).sparsity()
     44.44444444444444

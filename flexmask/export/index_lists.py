@@ -42,7 +42,6 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
     --------
     >>> import torch
     >>> from flexmask.block_masks import causal_mask
-    >>> from flexmask.export import to_block_map
     >>> query = torch.randn(1, 2, 64, 16)
     >>> to_block_map(causal_mask(query, query, block_size=32), dtype=torch.uint8)[0, 0]
     tensor([[1, 0],
@@ -83,7 +82,6 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     --------
     >>> import torch
     >>> from flexmask.block_masks import causal_mask
-    >>> from flexmask.export import to_index_list
     >>> query = torch.randn(1, 1, 64, 16)
     >>> indices, counts = to_index_list(causal_mask(query, query, block_size=32))
     >>> indices[0, 0]

@@ -52,7 +52,6 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     --------
     >>> import torch
     >>> from flexmask.block_masks import causal_mask
-    >>> from flexmask.export import to_bsr
     >>> query = torch.randn(1, 1, 64, 16)
     >>> blocks = to_bsr(causal_mask(query, query, block_size=32))
     >>> blocks.indptr, blocks.indices
@@ -125,7 +124,6 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
     --------
     >>> import torch
     >>> from flexmask.block_masks import causal_mask
-    >>> from flexmask.export import to_flash_attn
     >>> query = torch.randn(1, 1, 64, 16)
     >>> blocks = to_flash_attn(causal_mask(query, query, block_size=32))
     >>> blocks.mask_block_idx[0, 0, :, 0], blocks.full_block_cnt[0, 0]
@@ -189,7 +187,6 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     --------
     >>> import torch
     >>> from flexmask.block_masks import causal_mask
-    >>> from flexmask.export import to_flashinfer
     >>> query, key = torch.randn(1, 1, 32, 16), torch.randn(1, 1, 80, 16)
     >>> blocks = to_flashinfer(causal_mask(query, key, block_size=32), num_kv_heads=1)
     >>> blocks.block_mask_map.int(), blocks.block_row_sz.tolist(), blocks.block_col_sz.tolist()

@@ -33,11 +33,6 @@ _BLACKWELL = (10, 11)
 _DENSE = "make the call dense by dense_below"
 
 
-def flash_runs_on(device: torch.device) -> bool:
-    """True on GPUs for which flash-attn-4 has block-sparse kernels."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
-
-
 class Backend(NamedTuple):
     """``"cpu"``, ``"triton"`` or ``"flash"``, and the factor of its log-sum-exp (`Verdict`)."""
 
@@ -45,19 +40,24 @@ class Backend(NamedTuple):
     lse_factor: float = 1.0
 
 
-def flash_installed() -> bool:
-    """True if flash-attn-4 is installed; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
+def has_flash_package() -> bool:
+    """True if flash-attn-4 is installed, whatever torch; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
     spec = importlib.util.find_spec("flash_attn")
     folders = () if spec is None else spec.submodule_search_locations or ()
     return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
 
 
-_HAS_FLASH = HAS_FLASH_BACKEND and flash_installed()
+_HAS_FLASH = HAS_FLASH_BACKEND and has_flash_package()
 
 
 def flash_available() -> bool:
-    """True if FlexAttention's FLASH backend can be used."""
+    """True if torch has the FLASH backend and the package is installed, whatever GPU."""
     return _HAS_FLASH
+
+
+def has_flash_kernels(device: torch.device) -> bool:
+    """True on GPUs for which flash-attn-4 has block-sparse kernels, whatever is installed."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
 
 
 def chosen_backend(
@@ -87,14 +87,28 @@ def chosen_backend(
     capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
     needs_lse = return_lse or inputs.sinks is not None
     call = FlashCall.of(inputs, block_size, shared)
-    if backend == "auto":
-        if capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
-            return Backend("triton")
-        outcome = verdict(call, device)
-        if outcome is None or _reason(outcome, needs_lse):
-            return Backend("triton")
+    if backend == "flash":
+        _check_flash_by_name(call, device, capability, needs_lse)
+    elif capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
+        return Backend("triton")
+    outcome = verdict(call, device)
+    reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
+    if outcome is not None and not reason:
         return Backend("flash", outcome.lse_factor)
+    if backend == "auto":
+        return Backend("triton")
+    if reason:
+        raise ValueError(f'backend="flash" cannot run here: {reason}')
+    if is_dense:
+        return Backend("flash")
+    raise ValueError(
+        'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
+        "one before, or flexmask.warmup"
+    )
 
+
+def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int, needs_lse: bool) -> None:
+    """Refuse what FLASH cannot do here, whatever its check finds."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"it needs a CUDA device (got {device.type})")
@@ -114,18 +128,8 @@ def chosen_backend(
             f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
             'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    outcome = verdict(call, device)
-    if outcome is None and not is_dense:
-        raise ValueError(
-            'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
-            "one before, or flexmask.warmup"
-        )
-    reason = "" if outcome is None else _reason(outcome, needs_lse)
-    if reason:
-        raise ValueError(f'backend="flash" cannot run here: {reason}')
-    return Backend("flash", 1.0 if outcome is None else outcome.lse_factor)
 
 
 def auto_checks(call: FlashCall) -> bool:
@@ -134,10 +138,6 @@ def auto_checks(call: FlashCall) -> bool:
     in_rows_of_16_bytes = dims[0] % 8 == 0 and dims[1] % 8 == 0
     is_fast = (dims[0] <= 192 and dims[1] <= 128) or dims == (256, 256)
     return call.dtype != torch.float32 and call.block_size == 128 and is_fast and in_rows_of_16_bytes and not call.gradients
-
-
-def _reason(outcome: Verdict, needs_lse: bool) -> str:
-    return outcome.reason or (outcome.lse_reason if needs_lse else "")
 
 
 def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:

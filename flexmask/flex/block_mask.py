@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_map_only
 
-from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, is_traced
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, computed_once, is_traced
 from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs
 from flexmask.base.selection import BlockLists, Selection
 
@@ -68,9 +69,8 @@ def captured(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         return tensor
     if is_traced():
-        # nothing can be marked; the range keeps Inductor from treating a constant as such, as_strided writes to memory
-        in_passing = tensor[torch.arange(tensor.shape[0], device=tensor.device)]
-        return in_passing.as_strided(in_passing.shape, in_passing.stride())
+        # nothing can be marked; the range keeps Inductor from treating a constant as such
+        return computed_once(tensor[torch.arange(tensor.shape[0], device=tensor.device)])
     view = tensor.detach()
     # FlexAttention's C++ template replaces ``ks1`` by ``cur_qSplitSize``, hence a symbolic size ``ks12`` by an undeclared name;
     # unbacked sizes are named ``ku0``, and a size of 1 is never symbolic
@@ -147,13 +147,7 @@ class _Made(NamedTuple):
         mask = self.owner()  # None for ``flexprefill_mask(...).to(device)``
         if mask is not None and not self.is_still(mask):
             return BlockMask.to(mask, device)
-
-        def moved(part: Any) -> Any:
-            return part.to(device) if isinstance(part, Tensor) else part
-
-        selection, *rest = self.parts
-        selection = selection._replace(lists=BlockLists(*map(moved, selection.lists)), keep=moved(selection.keep))
-        return _unpickled(selection, *map(moved, rest))
+        return _unpickled(*tree_map_only(Tensor, lambda tensor: tensor.to(device), tuple(self.parts)))
 
     def pickled(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Parts from which pickle and deepcopy rebuild the mask, whose mask_mod is a closure."""
@@ -194,10 +188,10 @@ def block_mask_from_lists(
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **keywords)
 
 
-Parts = Sequence[tuple[HeadGroup, Selection]]
+GroupSelections = Sequence[tuple[HeadGroup, Selection]]
 
 
-def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:
+def joined_mask(parts: GroupSelections, inputs: SparseInputs) -> BlockMask:
     """The mask of every head of `inputs`, copied from the selections of its groups."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 
@@ -214,7 +208,7 @@ def joined_mask(parts: Parts, inputs: SparseInputs) -> BlockMask:
     return block_mask(inputs, selections[0]._replace(lists=lists, keep=join(maps) if maps else None, mask_mod=mask_mod))
 
 
-def _by_group(parts: Parts) -> MaskMod:
+def _by_group(parts: GroupSelections) -> MaskMod:
     def by_group(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = torch.zeros_like(q_idx, dtype=torch.bool)
         for (rows, heads, _), selection in parts:

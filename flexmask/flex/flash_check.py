@@ -77,15 +77,11 @@ _HEADS, _KV_HEADS = 4, 2
 _SOFTCAP = 5.0
 
 
-class FlashProblem(NamedTuple):
-    inputs: SparseInputs
-    mask: BlockMask
-    visible: Tensor  # (batch, q_len, kv_len) bool: without the lists
-    pairs: Tensor  # (batch, num_heads or 1, q_len, kv_len) bool
+def flash_problem(call: FlashCall, device: torch.device) -> tuple[SparseInputs, BlockMask, Tensor, Tensor]:
+    """Inputs of a kind of call, of eight blocks of keys and a part of one, and their mask.
 
-
-def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
-    """Inputs of a kind of call: eight blocks of keys and a part of one."""
+    Also its pairs without and with the lists, (batch, 1, q_len, kv_len) and (batch, num_heads or 1, q_len, kv_len) bool.
+    """
     size, with_gradients = call.block_size, call.gradients
     kv_len = 8 * size + 44
     offset, window = (3 * size + 20, 4 * size + 30) if call.captures else (0, None)
@@ -109,9 +105,9 @@ def flash_problem(call: FlashCall, device: torch.device) -> FlashProblem:
     seen = block_visibility(tokens, size, window)
     keep = _kept(seen.visible.shape, 1 if call.shared else _HEADS, offset // size, device)
     mask = block_mask(inputs, Selection(block_lists(keep & seen.visible[:, None], seen.full), None, {}, size))
-    visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)
+    visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
-    return FlashProblem(inputs, mask, visible, in_kept & visible[:, None])
+    return inputs, mask, visible, in_kept & visible
 
 
 def exact_attention(inputs: AttentionInputs, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,7 +182,7 @@ def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
     expected, expected_lse = exact_attention(inputs, pairs)
     off = float((out.double() - expected).detach().abs().max())
     if not _agree(out, expected):
-        without_lists = exact_attention(inputs, visible.unsqueeze(1))[0]
+        without_lists = exact_attention(inputs, visible)[0]
         what = "block lists ignored: outputs" if _agree(out, without_lists) else "outputs"
         return Verdict(reason=f"its check here found {what} off by {off:.2g} ({_TOLERANCE} is allowed)")
     if call.gradients:

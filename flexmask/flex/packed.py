@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_in_memory, is_traced, stopping_modes
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.selection import block_lists
+from flexmask.compilation import runs_uncompiled
 from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.block_mask import block_mask_from_lists, captured
 from flexmask.flex.dense import dense_attention, has_fused_kernel, sdpa_serves
@@ -51,10 +51,9 @@ def dense_attention_packed(
     """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim); its log-sum-exp if requested."""
     query, value = inputs.query, inputs.value
     assert value is not None
-    served = query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS
-    # a compiled or captured graph would replay the copy of a freed table
-    is_recorded = is_traced() or (query.is_cuda and torch.cuda.is_current_stream_capturing())
-    together = query.is_cuda and served and not is_recorded and is_in_memory(query) and not stopping_modes()
+    together = query.is_cuda and query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS and not runs_uncompiled(query)
+    # a captured graph would replay the copy of a freed table
+    together = together and not torch.cuda.is_current_stream_capturing()
     done: dict[int, Result] = {}
     calls = _shared_calls(inputs, segments, return_lse) if together else []
     chosen = Backend("triton")  # of "auto" too (docs/packed.md)
@@ -79,13 +78,13 @@ def attention_in_one_call(
     value = inputs.value
     assert value is not None
     # each sequence is copied to begin at a block: a weight of 0 would not hide NaN in another's values
-    blocks = _table(segments, inputs.query.device)
+    tables = _block_tables(segments, inputs.query.device)
     within = torch.arange(_BLOCK, device=inputs.query.device)
-    rows, keys = ((table[:, :1] + within).clamp(max=table[:, 1:2] - 1).flatten() for table in (blocks.rows, blocks.keys))
+    rows, keys = ((table[:, :1] + within).clamp(max=table[:, 1:2] - 1).flatten() for table in tables)
     aligned = inputs.with_fields(
         query=inputs.query.index_select(2, rows), key=inputs.key.index_select(2, keys), value=value.index_select(2, keys)
     )
-    mask = _mask(blocks, inputs.window, inputs.needs_grad)
+    mask = _mask(*tables, inputs.window, inputs.needs_grad)
     out, lse = run_flex_attention(aligned.with_fields(window=None), mask, backend, return_lse, lse_factor)
     # a copy, which frees the rows that fill up blocks
     lengths = [segment.q_len for segment in segments]
@@ -103,26 +102,23 @@ def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
     return torch.arange(total, device=device) + table[0].repeat_interleave(table[1], output_size=total)
 
 
-class _Blocks(NamedTuple):
-    """The contents of the blocks of aligned sequences, int32; keys and positions count in the aligned copy."""
+def _block_tables(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the blocks of aligned sequences hold, int32, by query block, (num_q_blocks, 5), and by key block, (num_kv_blocks, 2).
 
-    rows: Tensor  # (num_q_blocks, 4): first row and end of its sequence in the pack; its position, end of its keys
-    keys: Tensor  # (num_kv_blocks, 2): first key and end of its sequence in the pack
-    first_key: Tensor  # (num_q_blocks,): first key of the block's sequence
-
-
-def _table(segments: list[Segment], device: torch.device) -> _Blocks:
+    First row or key and end of its sequence, in the pack; of a query block also the row's position, first and end of its keys, in
+    the aligned copy.
+    """
     rows: list[tuple[int, ...]] = []
     keys: list[tuple[int, ...]] = []
     for segment in segments:
         first = len(keys) * _BLOCK
         position = first + segment.kv_len - segment.q_len
         for start in range(0, segment.q_len, _BLOCK):
-            rows.append((segment.query.start + start, segment.query.stop, position + start, first + segment.kv_len, first))
+            rows.append((segment.query.start + start, segment.query.stop, position + start, first, first + segment.kv_len))
         for start in range(0, segment.kv_len, _BLOCK):
             keys.append((segment.key.start + start, segment.key.stop, 0, 0, 0))
     table = _on_device([*rows, *keys], device)
-    return _Blocks(table[: len(rows), :4], table[len(rows) :, :2], table[: len(rows), 4])
+    return table[: len(rows)], table[len(rows) :, :2]
 
 
 def _on_device(table: list[Any], device: torch.device) -> Tensor:
@@ -130,21 +126,21 @@ def _on_device(table: list[Any], device: torch.device) -> Tensor:
     return torch.tensor(table, dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
-def _mask(blocks: _Blocks, window: int | None, with_gradients: bool) -> BlockMask:
+def _mask(rows: Tensor, keys: Tensor, window: int | None, with_gradients: bool) -> BlockMask:
     """The mask of aligned sequences. Rows behind a sequence's last see what that one sees."""
-    within = torch.arange(_BLOCK, device=blocks.rows.device, dtype=torch.int32)
-    position = blocks.rows[:, 2:3] + within
-    last = torch.minimum(position, blocks.rows[:, 3:] - 1)
-    first = blocks.first_key[:, None].expand_as(last)
+    within = torch.arange(_BLOCK, device=rows.device, dtype=torch.int32)
+    position, first, end = rows[:, 2:].split(1, 1)
+    last = torch.minimum(position + within, end - 1)
+    first = first.expand_as(last)
     if window is not None:
         first = torch.maximum(first, last - (min(window, 2**31 - 1) - 1))
-    start = torch.arange(len(blocks.keys), device=last.device, dtype=torch.int32) * _BLOCK
+    start = torch.arange(len(keys), device=last.device, dtype=torch.int32) * _BLOCK
     end = start + _BLOCK - 1
     # both edges ascend
     keep = (end >= first[:, :1]) & (start <= last[:, -1:])
     full = (start >= first[:, -1:]) & (end <= last[:, :1])
     lists = block_lists(keep[None, None], full[None])
-    lengths = (len(blocks.rows) * _BLOCK, len(blocks.keys) * _BLOCK)
+    lengths = (len(rows) * _BLOCK, len(keys) * _BLOCK)
     first, last = captured(first.flatten()), captured(last.flatten())
 
     def own_sequence(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

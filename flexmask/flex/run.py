@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flexmask._torch import is_fake, is_traced, runs_flex_attention_uncompiled
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, flash_key_tile
 from flexmask.base.scores import capped
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import compiled
@@ -29,7 +29,9 @@ def run_flex_attention(
     query, key, value, sinks = inputs.query, inputs.key, inputs.value, inputs.sinks
     assert value is not None
     if not is_traced() and is_fake(query):
-        return _of_fakes(inputs, return_lse)
+        # compiled code cannot read it; SDPA for the sake of its gradient
+        out = sdpa(query, key, value, inputs.scale) if inputs.needs_grad else query.new_empty((*query.shape[:3], value.shape[3]))
+        return out, query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
     scale, softcap = inputs.scale, inputs.softcap
     on_cpu, head_dim = backend == "cpu", query.shape[3]
     on_nvidia = query.is_cuda and torch.version.hip is None
@@ -53,15 +55,6 @@ def run_flex_attention(
     if sinks is not None and lse is not None:
         out = with_sinks(out, lse, sinks)
     return out, lse if return_lse else None
-
-
-def _of_fakes(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Output and log-sum-exp of fake tensors, which compiled code cannot read."""
-    query, key, value = inputs.query, inputs.key, inputs.value
-    assert value is not None
-    # SDPA for the sake of its gradient
-    out = sdpa(query, key, value, inputs.scale) if inputs.needs_grad else query.new_empty((*query.shape[:3], value.shape[3]))
-    return out, query.new_empty(query.shape[:3], dtype=torch.float32) if return_lse else None
 
 
 _outside_the_graph = torch.compiler.disable(run_flex_attention)
@@ -147,23 +140,6 @@ def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
     q_len = block_mask.seq_lengths[0]
     shifted = block_mask_from_lists(lists, seen, block_size, (q_len, key.shape[2] + block_size))
     return F.pad(key, (0, 0, block_size, 0)), F.pad(value, (0, 0, block_size, 0)), shifted
-
-
-def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
-    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
-    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
-
-
-def tiled_list_bytes(inputs: AttentionInputs, block_size: int) -> int:
-    """Bytes of one head's lists by block and by tile in one batch row; 0 where FLASH takes the blocks as they are."""
-    query, value = inputs.query, inputs.value
-    if value is None or not query.is_cuda:
-        return 0
-    tile = flash_key_tile(query.shape[3], value.shape[3])
-    if block_size <= tile or block_size % tile:
-        return 0
-    pairs = num_blocks(query.shape[2], block_size) * num_blocks(inputs.key.shape[2], block_size)
-    return 8 * pairs * (1 + block_size // tile)
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:

@@ -1,7 +1,7 @@
 """The attention function of transformers: sparse for prefills, dense for decoding.
 
 The way of a call: `attention`, with the checks of refusals.py -> `serve` -> `prefill_call` -> `PrefillCall.attention` (call.py)
--> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
+-> `planned_attention` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexmask.attend import Attended, attend
+from flexmask.attend import Attended, planned_attention
 from flexmask.base.inputs import AttentionInputs
-from flexmask.dense_policy import CallPlan, by_head_dim, every_block_plan, notice_dense
+from flexmask.dense_policy import CallPlan, by_head_dim, call_plan, every_block_plan, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.packed import in_one_row, in_rows
@@ -45,11 +45,11 @@ class PrefillCall(NamedTuple):
         return attended.out
 
     def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
-        """`attend`, and the reason for running dense; records nothing."""
+        """`planned_attention`, and the reason for running dense; records nothing."""
         plan = self.plan()
         if self.run is None:
             notice_dense(plan.reason, self.inputs.query.shape[2])
-        attended = attend(self.inputs, plan, self.settings.call_options, statistics=statistics, with_maps=with_maps)
+        attended = planned_attention(self.inputs, plan, self.settings.call_options, statistics=statistics, with_maps=with_maps)
         return attended, plan.reason
 
     def plan(self) -> CallPlan:
@@ -60,7 +60,7 @@ class PrefillCall(NamedTuple):
         reason = self.reason_dense_layer(selector.keeps_all)
         if reason is not None:
             return every_block_plan(reason, selector.block_size, self.inputs)
-        return self.settings.call_options.policy.plan(self.inputs, selector)
+        return call_plan(self.settings.call_options.policy, self.inputs, selector)
 
     def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
         """As `attention`, of the sequences of a pack in the batch rows one after the other."""

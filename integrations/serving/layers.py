@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.attend import attend as attend_blocks
+from flexmask.attend import planned_attention
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.call_options import CallOptions
-from flexmask.dense_policy import by_head_dim
+from flexmask.dense_policy import by_head_dim, call_plan
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats
@@ -99,8 +99,8 @@ def attend(
         query.contiguous().transpose(0, 1)[None], key[None], value[None],
         scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,
     )  # fmt: skip
-    plan = layer.call_options.policy.plan(inputs, layer.selector.for_inputs(inputs))
-    attended = attend_blocks(inputs, plan, layer.call_options, statistics=statistics)
+    plan = call_plan(layer.call_options.policy, inputs, layer.selector.for_inputs(inputs))
+    attended = planned_attention(inputs, plan, layer.call_options, statistics=statistics)
     return attended.out[0].transpose(0, 1), attended.stats
 
 

@@ -97,7 +97,7 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
         kinds.append(call)
         return verdicts[min(len(kinds) - 1, 2)] if call.block_size == 128 else Verdict()
 
-    fakes = dict.fromkeys(("environment.flash_available", "environment.flash_runs_on"), lambda *device: True)
+    fakes = dict.fromkeys(("environment.flash_available", "environment.has_flash_kernels"), lambda *device: True)
     fakes |= {"environment.flash_verdict": verdict, "self_test.self_test": lambda device: iter(())}
     for name, fake in fakes.items():
         monkeypatch.setattr(f"flexmask.{name}", fake)

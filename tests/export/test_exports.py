@@ -106,35 +106,6 @@ def test_methods_masks_are_exported():
     assert torch.equal(lists.mask_block_cnt, mask.kv_num_blocks) and torch.equal(lists.full_block_cnt, mask.full_kv_num_blocks)
 
 
-def shifted(lists):
-    """An index off by one."""
-    indices = lists.mask_block_idx.clone()
-    indices[0, 0, -1, 0] -= 1
-    return lists._replace(mask_block_idx=indices)
-
-
-def diagonal_in_full(lists):
-    counts, full = lists.mask_block_cnt.clone(), lists.full_block_cnt.clone()
-    full_indices = lists.full_block_idx.clone()
-    full_indices[0, 0, -1, full[0, 0, -1]] = lists.mask_block_idx[0, 0, -1, 0]
-    counts[0, 0, -1] -= 1
-    full[0, 0, -1] += 1
-    return lists._replace(mask_block_cnt=counts, full_block_cnt=full, full_block_idx=full_indices)
-
-
-# row 2 of this seed keeps blocks 0 and 2
-SPARSE = 1
-
-
-@pytest.mark.parametrize("fault", [shifted, diagonal_in_full])
-def test_planted_faults_change_the_pairs(fault):
-    case = drawn((96, 96, 32), heads=1, seed=SPARSE)
-    assert case.keep[0, 0, 2].tolist() == [True, False, True]
-    lists = to_flash_attn(case.mask)
-    assert torch.equal(pairs_of_lists(case, lists, 32), case.pairs)
-    assert not torch.equal(pairs_of_lists(case, fault(lists), 32), case.pairs)
-
-
 def test_maps_and_lists_read_no_value():
     with FakeTensorMode():
         query, key = torch.empty(1, 2, 50, 16), torch.empty(1, 2, 129, 16)

@@ -5,8 +5,7 @@ import torch
 
 from flexmask import sparse_attention, sparse_attention_varlen
 from flexmask.flex.backend import auto_checks, flash_available
-from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, check_flash, flash_verdict
-from flexmask.flex.run import run_flex_attention
+from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, flash_verdict
 from tests.attention_calls import SINKS, call, padding
 from tests.comparisons import assert_same_attention
 from tests.expected import masked_attention
@@ -70,17 +69,6 @@ def test_what_the_kernel_may_take_runs_or_is_refused_in_its_words(cuda, device, 
     if "head_dim" in changes:
         lse = it.attend(cuda, backend="flash", return_lse=True)[1]
         torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-3, rtol=0)
-
-
-def test_the_check_sees_ignored_block_lists(device):
-    def ignoring(inputs, mask, return_lse):
-        rows = torch.arange(mask.kv_indices.shape[2], device=device)
-        everything = torch.arange(mask.kv_indices.shape[3], dtype=torch.int32, device=device).expand_as(mask.kv_indices)
-        mask.kv_indices, mask.full_kv_num_blocks = everything.contiguous(), torch.zeros_like(mask.full_kv_num_blocks)
-        mask.kv_num_blocks = (rows + 1).int().expand_as(mask.kv_num_blocks).contiguous()
-        return run_flex_attention(inputs, mask, "flash", return_lse)
-
-    assert "block lists ignored" in check_flash(PLAIN, device, ignoring).reason
 
 
 CALLS = {
