@@ -158,10 +158,10 @@ class _Timed:
 
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
-        start, out = time.perf_counter(), call.attention()
+        start, out = time.perf_counter(), call.output()
         inputs = call.inputs.prepared()
         if call.reason_dense() is not None:
-            (dense,) = seconds_in_turns([call.attention], self._device, warm_up=False)
+            (dense,) = seconds_in_turns([call.output], self._device, warm_up=False)
             whole, selection = dense, np.zeros(gain_times.ROUNDS)
         else:
             shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
@@ -171,7 +171,7 @@ class _Timed:
             kernel = self._kernels[shape]
             self.times.kernels.add(kernel)
             select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
-            calls: list[Callable[[], Any]] = [call.attention, gain_times.dense_calls(inputs)[kernel], select]
+            calls: list[Callable[[], Any]] = [call.output, gain_times.dense_calls(inputs)[kernel], select]
             whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
         self.times.add(dense, selection, np.maximum(0.0, whole - selection))
         wait(self._device)

@@ -1,6 +1,6 @@
 """The attention function of transformers: sparse for prefills, dense for decoding.
 
-The way of a call: `attention`, with the checks of refusals.py -> `serve` -> `prefill_call` -> `PrefillCall.attention` (call.py)
+The way of a call: `attention`, with the checks of refusals.py -> `serve` -> `prefill_call` -> `PrefillCall.output` (call.py)
 -> `attend` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
@@ -76,7 +76,7 @@ def serve(
         return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
     with without_autocast(inputs.query.device):
         call = prefill_call(module, inputs, tokens, prefill)
-        out = call.attention() if segments is None else call.attention_packed(segments)
+        out = call.output() if segments is None else call.packed_output(segments)
     return out.transpose(1, 2).contiguous()
 
 

@@ -13,7 +13,6 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.dense_policy import CallPlan, by_head_dim, every_block_plan, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.integrations.huggingface.packed import in_one_row, in_rows
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.selector import Selector
@@ -32,25 +31,31 @@ class PrefillCall(NamedTuple):
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
 
-    def attention(self) -> Tensor:
-        """(batch, num_heads, q_len, v_head_dim)."""
+    def output(self) -> Tensor:
+        """(batch, num_heads, q_len, v_head_dim), recorded in the run."""
         if self.probe is not None:
             return self.probe(self._replace(probe=None))
         run = self.run
-        if run is None:
-            return self.attended()[0].out
-        attended, reason = self.attended(STATISTICS if run.collect_stats else (), run.collect_masks)
-        mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
-        run.record(self.layer, attended.stats, mask, reason, self.prefill, self.size)
+        statistics = STATISTICS if run is not None and run.collect_stats else ()
+        attended, reason = self.attend_as_planned(statistics, run is not None and run.collect_masks)
+        self.note(attended, reason)
         return attended.out
 
-    def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
+    def attend_as_planned(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
         """`attend`, and the reason for running dense; records nothing."""
         plan = self.plan()
-        if self.run is None:
-            notice_dense(plan.reason, self.inputs.query.shape[2])
         attended = attend(self.inputs, plan, self.settings.call_options, statistics=statistics, with_maps=with_maps)
         return attended, plan.reason
+
+    def note(self, attended: Attended, reason: str | None) -> None:
+        """Record the call; without a run log why it ran dense, if it did."""
+        if self.run is None:
+            notice_dense(reason, self.inputs.query.shape[2])
+            return
+        batch, _, q_len, _ = self.inputs.query.shape
+        mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
+        size = CallSize(batch, q_len, self.tokens, self.sequence)
+        self.run.record(self.layer, attended.stats, mask, reason, self.prefill, size)
 
     def plan(self) -> CallPlan:
         reason = self.reason_no_mask()
@@ -62,9 +67,9 @@ class PrefillCall(NamedTuple):
             return every_block_plan(reason, selector.block_size, self.inputs)
         return self.settings.call_options.policy.plan(self.inputs, selector)
 
-    def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
-        """As `attention`, of the sequences of a pack in the batch rows one after the other."""
-        whole = in_one_row(self.inputs)
+    def packed_output(self, segments: Sequence[Segment]) -> Tensor:
+        """As `output`, of the sequences of a pack in the batch rows one after the other."""
+        batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs)
         calls = [
             self._replace(inputs=segment.of(whole), tokens=segment.kv_len, sequence=number)
             for number, segment in enumerate(segments)
@@ -72,22 +77,15 @@ class PrefillCall(NamedTuple):
         ]
         reasons = [None if self.probe is not None else call.reason_no_mask() for call in calls]
         together = [segments[call.sequence] for call, reason in zip(calls, reasons, strict=True) if reason is not None]
-        dense, stats, parts = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
+        dense, stats, outs = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
         for call, reason in zip(calls, reasons, strict=True):
             if reason is None:
-                parts.append(call.attention())
-                continue
-            parts.append(next(dense)[0])
-            if self.run is None:
-                notice_dense(reason, call.inputs.query.shape[2])
+                outs.append(call.output())
             else:
-                self.run.record(self.layer, stats, None, reason, self.prefill, call.size)
-        return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
-
-    @property
-    def size(self) -> CallSize:
-        batch, _, q_len, _ = self.inputs.query.shape
-        return CallSize(batch, q_len, self.tokens, self.sequence)
+                outs.append(next(dense)[0])
+                call.note(Attended(outs[-1], stats=stats), reason)
+        out = torch.cat(outs, 2)
+        return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
     def reason_no_mask(self) -> str | None:
         query, value = self.inputs.query, self.inputs.value
@@ -103,6 +101,14 @@ class PrefillCall(NamedTuple):
 
     def reason_dense(self) -> str | None:
         return self.reason_no_mask() or self.reason_dense_layer()
+
+
+def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
+    if inputs.query.shape[0] == 1:
+        return inputs
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    rows = {name: x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, x in tensors.items() if x is not None}
+    return inputs.with_fields(**rows)
 
 
 def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:

@@ -172,7 +172,7 @@ def inspect_prefill(
             inner.base_model(input_ids=ids.to(inner.device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)
-    prefill(run, PrefillCall.attention)
+    prefill(run, PrefillCall.output)
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
