@@ -112,15 +112,18 @@ def test_long_padded_prompt_stays_far_below_a_map_of_tokens():
     assert growth < 32768**2 / 4
 
 
-def test_packed_positions_are_refused(device, tokens):
+@pytest.mark.parametrize("lengths", [(265, 265), (1, LENGTH - 1), (LENGTH - 1, 1)], ids=str)
+def test_packed_positions_are_refused_over_a_cache(device, tokens, lengths):
     model, tokens = make_model().to(device), tokens.to(device)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *arguments: torch.cuda.synchronize() if device.type == "cuda" else None)
     positions = torch.arange(LENGTH, device=device)[None]
+    # after a sequence of one token the positions are 0 and 0
+    packed = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     with flexmask_hf.sparse_prefill(model):
         model(tokens, position_ids=positions)
         with pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
-            model(tokens, position_ids=positions % 265)
+            model(tokens, position_ids=packed, attention_mask=torch.ones_like(tokens))
         model(tokens, position_ids=positions)
 
 

@@ -14,14 +14,6 @@ from flexmask.settings import PrefillSettings, saved_settings
 from tests.integrations.common import SPARSE, padded
 
 
-def test_layers_have_options_of_their_own(model, tokens):
-    with flexmask_hf.sparse_prefill(model, **SPARSE, layers={1: {"gamma": 1.0}}) as run:
-        model(tokens)
-    assert run.stats[0][0].density.max() < 1
-    assert run.stats[1][0].density.min() == 1
-    assert not run.stats[1][0].dense
-
-
 @pytest.mark.parametrize("attention_mask", [None, padded], ids=["unpadded", "padded"])
 def test_dense_layers_are_dense(model, tokens, attention_mask):
     mask = None if attention_mask is None else attention_mask(tokens)
