@@ -135,7 +135,7 @@ class PrefillSettings:
 
     def check_model(self, config: Any) -> None:
         """Refuse missing layers, and options per head of another number."""
-        number, heads = shape_of(config)
+        number, heads = layers_and_heads(config)
         if number is None:
             return
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
@@ -206,7 +206,7 @@ _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).p
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
 
 
-def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
+def layers_and_heads(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
     """Number of layers, and of heads (per layer where they differ)."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     return number, tuple(heads) if isinstance(heads, list) else heads
@@ -275,7 +275,7 @@ _MOST_PARSED = 64
 
 def saved_settings(config: Any) -> PrefillSettings | None:
     """The settings in a model's config; ValueError if they do not fit the model."""
-    saved, shape = getattr(config, CONFIG_KEY, None), shape_of(config)
+    saved, shape = getattr(config, CONFIG_KEY, None), layers_and_heads(config)
     if saved is None:
         return None
     known = _PARSED.get(id(saved))
@@ -292,7 +292,7 @@ def saved_settings(config: Any) -> PrefillSettings | None:
     return settings
 
 
-def found_settings(
+def effective_settings(
     named: PrefillSettings | None, *configs: Any, saved: Callable[[Any], PrefillSettings | None] = saved_settings
 ) -> tuple[PrefillSettings, str]:
     """The named settings, else those that `saved` reads in the first config with some, else the defaults; and which they are."""
