@@ -78,12 +78,10 @@ class PrefillSettings:
     ) -> None:
         if not isinstance(layers, Mapping):
             raise TypeError(f"layers must be a dict; got {type(layers).__name__}")
-        if not isinstance(dense_layers, (set, frozenset)):
-            dense_layers = plain_numbers(dense_layers)
-        if not isinstance(dense_layers, (tuple, list, set, frozenset, range)):
+        dense_layers = plain_numbers(list(dense_layers) if isinstance(dense_layers, (set, frozenset)) else dense_layers)
+        if not isinstance(dense_layers, tuple):
             raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(dense_layers).__name__}")
         layers = {plain_number(index): of_layer for index, of_layer in layers.items()}
-        dense_layers = tuple(map(plain_number, dense_layers))
         for name, indices in (("layers", layers), ("dense_layers", dense_layers)):
             for index in indices:
                 check_int(f"an index in {name}", index)

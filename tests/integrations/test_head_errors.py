@@ -25,12 +25,12 @@ def expected_errors(query, key, value, gamma, method, scores, sinks, gradient=No
     make_mask = getattr(block_masks, f"{method}_mask")
     length = query.shape[2]
 
-    def attend(keep):
+    def output_under(keep):
         return masked_attention(query, key, value, keep, scores.get("scale"), scores.get("softcap"), sinks)[0]
 
     mask, stats = make_mask(query, key, gamma, block_size=16, return_stats=True, **METHODS[method], **scores)
-    dense = attend(seen_pairs(length, torch.zeros(1).long(), torch.ones(1, length).bool(), scores.get("window"))[:, None])
-    change = attend(pairs_under(mask, length, length)) - dense
+    dense = output_under(seen_pairs(length, torch.zeros(1).long(), torch.ones(1, length).bool(), scores.get("window"))[:, None])
+    change = output_under(pairs_under(mask, length, length)) - dense
     if gradient is not None:
         return stats.density[0], (gradient.double() * change).sum(-1).square().sum(-1)[0]
     return stats.density[0], (change.square().sum((-2, -1)) / dense.square().sum((-2, -1)))[0]

@@ -2,14 +2,12 @@
 
 import json
 import os
-from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface import model_config
 from flexmask.settings import PrefillSettings, saved_settings
 from tests.integrations.common import SPARSE, padded
 
@@ -132,16 +130,7 @@ def test_other_files_are_refused(tmp_path, content, message):
         PrefillSettings.load(path)
 
 
-@pytest.fixture
-def _own_process(monkeypatch):
-    """Put back the functions behind the names, and the settings."""
-    monkeypatch.setattr(model_config, "_of_process", None)
-    flexmask_hf.register()
-    with patch.dict(AttentionInterface._global_mapping), patch.dict(AttentionMaskInterface._global_mapping):
-        yield
-
-
-@pytest.mark.usefixtures("_own_process")
+@pytest.mark.usefixtures("fresh_process")
 def test_settings_of_the_process_go_before_those_of_the_config(model):
     flexmask_hf.configure(model, gamma=0.3)
     flexmask_hf.register(gamma=0.4, dense_below=0)
