@@ -290,11 +290,9 @@ def saved_settings(config: Any) -> PrefillSettings | None:
     return settings
 
 
-def effective_settings(
-    named: PrefillSettings | None, *configs: Any, saved: Callable[[Any], PrefillSettings | None] = saved_settings
-) -> tuple[PrefillSettings, str]:
-    """The named settings, else those that `saved` reads in the first config with some, else the defaults; and which they are."""
+def effective_settings(named: PrefillSettings | None, *configs: Any) -> tuple[PrefillSettings, str]:
+    """The named settings, else those saved in the first config with some, else the defaults; and which they are."""
     if named is not None:
         return named, "named"
-    of_config = next((settings for settings in map(saved, configs) if settings is not None), None)
+    of_config = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
     return (PrefillSettings(), "defaults") if of_config is None else (of_config, "config")

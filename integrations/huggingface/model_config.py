@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.settings import CONFIG_KEY, PrefillSettings, effective_settings, named_settings
+from flexmask.settings import CONFIG_KEY, PrefillSettings, named_settings
 
 _of_process: PrefillSettings | None = None
 
@@ -22,7 +22,7 @@ def set_process_settings(settings: PrefillSettings | None) -> None:
 
 def settings_for(config: Any, named: PrefillSettings | None = None) -> PrefillSettings:
     """The named settings, else the process's, the config's, or the defaults."""
-    return effective_settings(named or _of_process, config, saved=configured)[0]
+    return named or _of_process or configured(config) or PrefillSettings()
 
 
 def model_settings(model: PreTrainedModel, **named: Any) -> PrefillSettings:
