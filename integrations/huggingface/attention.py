@@ -1,6 +1,6 @@
 """The attention function of transformers: checks a call's arguments, mask and tensors, and passes a prefill to `serve` (call.py).
 
-Decoding runs dense. The way of a prefill: `attention` -> `serve` -> `prefill_call` -> `PrefillCall.output` (call.py) -> `attend`
+Decoding runs dense. The way of a prefill: `attention` -> `serve` -> `_prefill_call` -> `PrefillCall.output` (call.py) -> `attend`
 (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
@@ -46,15 +46,15 @@ def attention(
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
     if dropout != 0:
         raise refusal(f"dropout {dropout}", "model.eval()")
-    check_arguments(module, kwargs)
+    _check_arguments(module, kwargs)
     scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
-        mask = checked_mask(module, is_causal, attention_mask, query, key)
-        segments = checked_segments(mask, query, kwargs)
-        return serve(module, checked_inputs(query, key, value, mask, scores), mask.tokens, mask.prefill, segments), None
+        mask = _checked_mask(module, is_causal, attention_mask, query, key)
+        segments = _checked_segments(mask, query, kwargs)
+        return serve(module, _checked_inputs(query, key, value, mask, scores), mask.tokens, mask.prefill, segments), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
-    inputs = checked_inputs(query, key, value, None, scores)
+    inputs = _checked_inputs(query, key, value, None, scores)
     with without_autocast(query.device):
         if attention_mask is None:
             out = dense_attention(inputs)[0]
@@ -64,7 +64,7 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
 
 
-def check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Of `attention`, those that its signature does not name."""
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
@@ -73,7 +73,7 @@ def check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
         raise refusal("a config with output_attentions", EAGER)
 
 
-def checked_inputs(
+def _checked_inputs(
     query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]
 ) -> AttentionInputs:
     """Also of head sizes without a mask, which run dense. Without `mask` one row, of decoding."""
@@ -92,7 +92,7 @@ def checked_inputs(
     return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
-def checked_mask(
+def _checked_mask(
     module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
 ) -> PrefillMask:
     """The mask of a prefill."""
@@ -125,7 +125,7 @@ def checked_mask(
     return mask
 
 
-def checked_segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
+def _checked_segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
     """Packed sequences by position_ids that restart, or by the caller's bounds; refuses restarts over a cache or under a mask."""
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")

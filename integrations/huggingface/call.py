@@ -30,7 +30,7 @@ from flexmask.stats import STATISTICS, dense_stats
 def serve(
     module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None
 ) -> Tensor:
-    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `prefill_call`."""
+    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `_prefill_call`."""
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
@@ -41,12 +41,12 @@ def serve(
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
         return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
     with without_autocast(inputs.query.device):
-        call = prefill_call(module, inputs, tokens, prefill)
+        call = _prefill_call(module, inputs, tokens, prefill)
         out = call.output() if segments is None else call.packed_output(segments)
     return out.transpose(1, 2).contiguous()
 
 
-def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
+def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
     scope = scope_of(module)
     if prefill is not None:
@@ -57,7 +57,7 @@ def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefil
         layer = -1 if index is None else index
     else:
         run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
-    selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
+    selector = _local_selector(settings.selector(layer), module, inputs.query.shape[1])
     return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
 
 
@@ -152,7 +152,7 @@ def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
     return inputs.with_fields(**rows)
 
 
-def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
+def _local_selector(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
     """`selector` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
     named = selector.num_heads
     if named is None or named == num_heads or named % num_heads:

@@ -57,7 +57,7 @@ class PackedCheck:
         if not is_readable(position_ids) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
-            answer = starts_again(position_ids, attention_mask, offset)
+            answer = _starts_again(position_ids, attention_mask, offset)
             if answer.is_cuda:
                 self._answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
                 self._copied = torch.cuda.Event()
@@ -67,7 +67,7 @@ class PackedCheck:
         return (self._copied is None or self._copied.query()) and bool(self._answer)
 
 
-def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
+def _starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
     """0-d bool: some token stands before its predecessor, or both stand at 0. Ignores padding, whose positions are arbitrary."""
     left, right = position_ids[:, :-1], position_ids[:, 1:]
     again = (right < left) | ((right == 0) & (left == 0))
