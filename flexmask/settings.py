@@ -78,12 +78,10 @@ class PrefillSettings:
     ) -> None:
         if not isinstance(layers, Mapping):
             raise TypeError(f"layers must be a dict; got {type(layers).__name__}")
-        if not isinstance(dense_layers, (set, frozenset)):
-            dense_layers = plain_numbers(dense_layers)
-        if not isinstance(dense_layers, (tuple, list, set, frozenset, range)):
+        dense_layers = plain_numbers(list(dense_layers) if isinstance(dense_layers, (set, frozenset)) else dense_layers)
+        if not isinstance(dense_layers, tuple):
             raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(dense_layers).__name__}")
         layers = {plain_number(index): of_layer for index, of_layer in layers.items()}
-        dense_layers = tuple(map(plain_number, dense_layers))
         for name, indices in (("layers", layers), ("dense_layers", dense_layers)):
             for index in indices:
                 check_int(f"an index in {name}", index)
@@ -135,7 +133,7 @@ class PrefillSettings:
 
     def check_model(self, config: Any) -> None:
         """Refuse missing layers, and options per head of another number."""
-        number, heads = shape_of(config)
+        number, heads = layers_and_heads(config)
         if number is None:
             return
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
@@ -206,7 +204,7 @@ _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).p
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
 
 
-def shape_of(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
+def layers_and_heads(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
     """Number of layers, and of heads (per layer where they differ)."""
     number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
     return number, tuple(heads) if isinstance(heads, list) else heads
@@ -275,7 +273,7 @@ _MOST_PARSED = 64
 
 def saved_settings(config: Any) -> PrefillSettings | None:
     """The settings in a model's config; ValueError if they do not fit the model."""
-    saved, shape = getattr(config, CONFIG_KEY, None), shape_of(config)
+    saved, shape = getattr(config, CONFIG_KEY, None), layers_and_heads(config)
     if saved is None:
         return None
     known = _PARSED.get(id(saved))
@@ -292,11 +290,9 @@ def saved_settings(config: Any) -> PrefillSettings | None:
     return settings
 
 
-def found_settings(
-    named: PrefillSettings | None, *configs: Any, saved: Callable[[Any], PrefillSettings | None] = saved_settings
-) -> tuple[PrefillSettings, str]:
-    """The named settings, else those that `saved` reads in the first config with some, else the defaults; and which they are."""
+def effective_settings(named: PrefillSettings | None, *configs: Any) -> tuple[PrefillSettings, str]:
+    """The named settings, else those saved in the first config with some, else the defaults; and which they are."""
     if named is not None:
         return named, "named"
-    of_config = next((settings for settings in map(saved, configs) if settings is not None), None)
+    of_config = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
     return (PrefillSettings(), "defaults") if of_config is None else (of_config, "config")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -68,11 +67,10 @@ def of_prompt(
     ids = ids.to(model.device)
     with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
         measured = _prompt_gain(model, ids, settings, advance)
-    continued = {}
+    answers = {}
     if new_tokens:
         with output.progress(f"two answers of {new_tokens:,} tokens"):
-            continued = _answers(model, ids, settings, new_tokens)
-    answers = {name: {"tokens": new, "text": tokenizer.decode(new, skip_special_tokens=True)} for name, new in continued.items()}
+            answers = _answers(model, tokenizer, ids, settings, new_tokens)
     return {**_about(model.config, settings, model.device, model.dtype), "source": "prompt", **measured, "answers": answers}
 
 
@@ -128,8 +126,7 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
     timed = _Timed(model.device)
     start = time.perf_counter()
     with opened(model, PrefillRun(settings, collect_stats=False), timed):
-        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        model(input_ids=ids, use_cache=False, **last)
+        logits_of(model, ids[0], torch.tensor([ids.shape[1] - 1], device=ids.device))
     wait(model.device)
     rest = max(0.0, time.perf_counter() - start - timed.spent)
     progress(3, 3)
@@ -140,13 +137,14 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
 
 
 @torch.no_grad()
-def _answers(model: Any, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, list[int]]:
+def _answers(model: Any, tokenizer: Any, ids: Tensor, settings: PrefillSettings, new_tokens: int) -> dict[str, Any]:
     """Greedy new tokens after a prompt, dense and sparse."""
     asked = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new_tokens}
     dense = model.generate(ids, **asked)
     with sparse_prefill(model, settings=settings, collect_stats=False):
         sparse = model.generate(ids, **asked)
-    return {name: tokens[0, ids.shape[1] :].tolist() for name, tokens in (("dense", dense), ("sparse", sparse))}
+    new = {"dense": dense[0, ids.shape[1] :].tolist(), "sparse": sparse[0, ids.shape[1] :].tolist()}
+    return {name: {"tokens": tokens, "text": tokenizer.decode(tokens, skip_special_tokens=True)} for name, tokens in new.items()}
 
 
 class _Timed:
@@ -158,10 +156,10 @@ class _Timed:
 
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
-        start, out = time.perf_counter(), call.attention()
+        start, out = time.perf_counter(), call.output()
         inputs = call.inputs.prepared()
         if call.reason_dense() is not None:
-            (dense,) = seconds_in_turns([call.attention], self._device, warm_up=False)
+            (dense,) = seconds_in_turns([call.output], self._device, warm_up=False)
             whole, selection = dense, np.zeros(gain_times.ROUNDS)
         else:
             shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
@@ -171,7 +169,7 @@ class _Timed:
             kernel = self._kernels[shape]
             self.times.kernels.add(kernel)
             select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
-            calls: list[Callable[[], Any]] = [call.attention, gain_times.dense_calls(inputs)[kernel], select]
+            calls: list[Callable[[], Any]] = [call.output, gain_times.dense_calls(inputs)[kernel], select]
             whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
         self.times.add(dense, selection, np.maximum(0.0, whole - selection))
         wait(self._device)

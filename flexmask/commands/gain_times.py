@@ -149,7 +149,7 @@ def random_times(
     times.kernels, times.share = {kernel}, query.shape[1] / heads
     calls: list[Callable[[], Any]] = [dense_calls(inputs)[kernel]]
     if densities:
-        calls.append(lambda: block_mask(inputs, select_blocks(selector.of_heads(group.query), inputs)))
+        calls.append(partial(select_all, inputs, selector.of_heads(group.query), call_options.max_mask_bytes))
         backend = chosen_backend(call_options.backend, inputs, selector.block_size)
         plan = call_plan(call_options.policy, whole, selector)
     for number, density in enumerate(densities):

@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(model: str, option: str = "--model") -> Any:
-    model, local, auto = _found(model, option)
+    model, local, auto = _located(model, option)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local)
     except Exception as error:  # of whatever reads the file
@@ -33,7 +33,7 @@ def load_model(
     model: str, output: Output, device: str | None = None, dtype: str | None = None, option: str = "--model"
 ) -> tuple[PreTrainedModel, Any]:
     """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
-    model, local, auto = _found(model, option)
+    model, local, auto = _located(model, option)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
     placed = {"device_map": "auto"} if chosen == "auto" else {}
@@ -106,7 +106,7 @@ def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = F
     return tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
 
 
-def _found(model: str, option: str) -> tuple[str, bool, Any]:
+def _located(model: str, option: str) -> tuple[str, bool, Any]:
     """A model's path or name, True for a folder, which is read without network, and transformers."""
     # a shell leaves ~ in --model=~/folder
     model = os.path.expanduser(model)

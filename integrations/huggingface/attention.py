@@ -1,30 +1,33 @@
-"""The attention function of transformers: sparse for prefills, dense for decoding.
+"""The attention function of transformers: checks a call's arguments, mask and tensors, and passes a prefill to `serve` (call.py).
 
-The way of a call: `attention`, with the checks of refusals.py -> `serve` -> `prefill_call` -> `PrefillCall.attention` (call.py)
--> `planned_attention` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
+Decoding runs dense. The way of a prefill: `attention` -> `serve` -> `_prefill_call` -> `PrefillCall.output` (call.py) ->
+`planned_attention` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_exporting, is_traced
-from flexmask.base.inputs import AttentionInputs, without_autocast
+from flexmask.base.checks import HEAD_DIMS
+from flexmask.base.inputs import AttentionInputs, attention_inputs, without_autocast
 from flexmask.flex.dense import attention_to_visible, dense_attention
-from flexmask.integrations.huggingface.call import PrefillCall, of_local_heads
-from flexmask.integrations.huggingface.compat import refusal
-from flexmask.integrations.huggingface.mask import PrefillPass
-from flexmask.integrations.huggingface.model_config import settings_for
+from flexmask.integrations.huggingface.call import serve
+from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS, SDPA, refusal
+from flexmask.integrations.huggingface.mask import PrefillMask
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.refusals import check_arguments, checked_inputs, checked_mask, checked_segments
-from flexmask.integrations.huggingface.session import scope_of
+
+_UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt per batch row"
+# Arguments that change attention, and the alternative. Others from the model's forward pass (labels, lengths, flags).
+_REFUSED = {
+    **dict.fromkeys(("position_bias", "attention_bias", "alibi", "head_mask", "output_attentions", "sinks"), EAGER),
+    # the last three: continuous batching, with a paged cache
+    **dict.fromkeys(("block_indices", "indices", "block_table", "read_index", "write_index"), SDPA),
+    "prefill_chunk_size": "model.generate, which cuts the prompt",
+}
 
 
 def attention(
@@ -43,15 +46,15 @@ def attention(
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
     if dropout != 0:
         raise refusal(f"dropout {dropout}", "model.eval()")
-    check_arguments(module, kwargs)
+    _check_arguments(module, kwargs)
     scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
-        mask = checked_mask(module, is_causal, attention_mask, query, key)
-        segments = checked_segments(mask, query, kwargs)
-        return serve(module, checked_inputs(query, key, value, mask, scores), mask.tokens, mask.prefill, segments), None
+        mask = _checked_mask(module, is_causal, attention_mask, query, key)
+        segments = _checked_segments(mask, query, kwargs)
+        return serve(module, _checked_inputs(query, key, value, mask, scores), mask.tokens, mask.prefill, segments), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
-    inputs = checked_inputs(query, key, value, None, scores)
+    inputs = _checked_inputs(query, key, value, None, scores)
     with without_autocast(query.device):
         if attention_mask is None:
             out = dense_attention(inputs)[0]
@@ -61,70 +64,89 @@ def attention(
         return out.transpose(1, 2).contiguous(), None
 
 
-def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None
-) -> Tensor:
-    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `prefill_call`."""
-    if is_traced():
-        if is_exporting():
-            raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
-        if inputs.needs_grad or segments is not None:
-            return _outside_the_graph(module, inputs, tokens, prefill, segments)
-        # field by field: torch.compile (2.8) cannot slice a NamedTuple
-        tensors = (inputs.query, inputs.key, inputs.value)
-        seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-        return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
-    with without_autocast(inputs.query.device):
-        call = prefill_call(module, inputs, tokens, prefill)
-        out = call.attention() if segments is None else call.attention_packed(segments)
-    return out.transpose(1, 2).contiguous()
+def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Of `attention`, those that its signature does not name."""
+    for name, instead in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise refusal(f"the argument {name}", instead)
+    if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
+        raise refusal("a config with output_attentions", EAGER)
 
 
-def prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
-    """A module's call under the settings of the scope that serves it, else of the process or the config."""
-    scope = scope_of(module)
-    if prefill is not None:
-        scope = prefill.scope(scope)
-    if scope is None:
-        run, probe, settings = None, None, settings_for(getattr(module, "config", None))
-        index = getattr(module, "layer_idx", None)
-        layer = -1 if index is None else index
-    else:
-        run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
-    selector = of_local_heads(settings.selector(layer), module, inputs.query.shape[1])
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
+def _checked_inputs(
+    query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]
+) -> AttentionInputs:
+    """Also of head sizes without a mask, which run dense. Without `mask` one row, of decoding."""
+    arguments = dict(scores)
+    if mask is not None:
+        at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
+        arguments |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
+    if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
+        return attention_inputs(query, key, value, **arguments)
+    # check everything else on a supported head size, gradients included
+    stand_ins = [x[..., :1].expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
+    checked = attention_inputs(*stand_ins, **arguments)
+    scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
+    # autocast may be on
+    query, key, value = (x.to(checked.query.dtype) for x in (query, key, value))
+    return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
-_outside_the_graph = torch.compiler.disable(serve)
-# per process: operators of compiled forwards take tensors, numbers and strings, no modules
-_MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+def _checked_mask(
+    module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
+) -> PrefillMask:
+    """The mask of a prefill."""
+    causal = getattr(module, "is_causal", True)
+    # a `PrefillMask` holds its own refusal: some modules (GPT-2) pass False with any mask
+    if is_causal is not None and not isinstance(mask, PrefillMask):
+        causal = is_causal
+    if not causal:
+        raise refusal("bidirectional or cross attention", f"{SDPA} for the parts of the model that have it")
+    batch, _, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    if mask is None and q_len == kv_len:
+        return PrefillMask((batch, 1, q_len, kv_len), 0)
+    if mask is None:
+        raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {SDPA}")
+    if not isinstance(mask, PrefillMask):
+        if MODELS_MAKE_4D_MASKS:
+            models = "OPT, BART, GraniteMoe, Persimmon, FalconH1"
+            what = f"a 4-D attention_mask, which in this release of transformers some models ({models}) make themselves"
+            raise refusal(what, f"a newer release, {SDPA}, or where the mask is yours a (batch, kv_len) one")
+        raise refusal("a 4-D attention_mask", f"a (batch, kv_len) attention_mask, or {SDPA}")
+    if mask.refusal is not None:
+        raise refusal(mask.refusal, SDPA)
+    if tuple(mask.shape[2:]) != (q_len, kv_len):
+        raise refusal(
+            f"{q_len} rows and {kv_len} keys under a mask of {mask.shape[2]} and {mask.shape[3]} "
+            "(keys that the model adds to those of its tokens, or a cache of another length)",
+            SDPA,
+        )
+    return mask
 
 
-def _note(number: int) -> int:
-    _MODULES[number] = ctypes.cast(number, ctypes.py_object).value
-    return number
-
-
-# While torch.compile traces, before 2.13, such a function takes numbers and no modules. id() guards on the module.
-_noted: Callable[[int], int] = torch.compiler.assume_constant_result(_note)
-# a captured graph would skip the Python that makes masks and statistics
-_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
-
-
-@torch.library.custom_op(
-    "flexmask::prefill",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, float scale, float? softcap, SymInt? window, Tensor? attention_mask, "
-    "Tensor? offset, Tensor? sinks, SymInt tokens, int module) -> Tensor",
-    **_TAGS,
-)
-def prefill_operator(*arguments: Any) -> Tensor:
-    """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
-    *inputs, tokens, module = arguments
-    return serve(_MODULES[module], AttentionInputs(*inputs), tokens)
-
-
-@prefill_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    batch, num_heads, q_len, _ = query.shape
-    return query.new_empty((batch, q_len, num_heads, value.shape[3]))
+def _checked_segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
+    """Packed sequences by position_ids that restart, or by the caller's bounds; refuses restarts over a cache or under a mask."""
+    batch, _, q_len, _ = query.shape
+    rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    positions = kwargs.get("position_ids")
+    if (
+        mask.segments is None
+        and isinstance(positions, Tensor)
+        and positions.dim() == 2
+        and positions.shape[1] == q_len
+        and mask.packed.is_packed(positions, mask.attention_mask, mask.offset)
+    ):
+        raise refusal("packed sequences (position_ids that start again) over a cache or under an attention_mask", _UNPACK)
+    if rows is None and keys is None:
+        return mask.segments
+    if rows is None or keys is None:
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k must come together; got cu_seq_lens_{'k' if rows is None else 'q'} alone"
+        )
+    if mask.attention_mask is not None or mask.shape[3] != q_len:
+        raise refusal("packed sequences (cu_seq_lens_q) over a cache or under an attention_mask", _UNPACK)
+    segments = mask.bounds.segments(rows, keys, batch * q_len)
+    if mask.segments is not None and mask.segments != tuple(segment for segment in segments if segment.q_len):
+        raise ValueError("cu_seq_lens_q must name the sequences that position_ids do, which start again elsewhere")
+    return segments

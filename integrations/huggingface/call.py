@@ -1,24 +1,64 @@
-"""One attention call of a prefill, dense or over kept blocks."""
+"""A prefill call: the settings that hold for it, dense or over kept blocks, its record."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from flexmask._torch import is_exporting, is_traced
 from flexmask.attend import Attended, planned_attention
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import CallPlan, by_head_dim, call_plan, every_block_plan, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.integrations.huggingface.packed import in_one_row, in_rows
+from flexmask.integrations.huggingface.mask import PrefillPass
+from flexmask.integrations.huggingface.model_config import settings_for
+from flexmask.integrations.huggingface.packed import Segments
+from flexmask.integrations.huggingface.session import scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
+
+
+def serve(
+    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None
+) -> Tensor:
+    """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `_prefill_call`."""
+    if is_traced():
+        if is_exporting():
+            raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
+        if inputs.needs_grad or segments is not None:
+            return _outside_the_graph(module, inputs, tokens, prefill, segments)
+        # field by field: torch.compile (2.8) cannot slice a NamedTuple
+        tensors = (inputs.query, inputs.key, inputs.value)
+        seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
+        return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
+    with without_autocast(inputs.query.device):
+        call = _prefill_call(module, inputs, tokens, prefill)
+        out = call.output() if segments is None else call.packed_output(segments)
+    return out.transpose(1, 2).contiguous()
+
+
+def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
+    """A module's call under the settings of the scope that serves it, else of the process or the config."""
+    scope = scope_of(module)
+    if prefill is not None:
+        scope = prefill.scope(scope)
+    if scope is None:
+        run, probe, settings = None, None, settings_for(getattr(module, "config", None))
+        index = getattr(module, "layer_idx", None)
+        layer = -1 if index is None else index
+    else:
+        run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
+    selector = _local_selector(settings.selector(layer), module, inputs.query.shape[1])
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
 
 
 class PrefillCall(NamedTuple):
@@ -32,25 +72,31 @@ class PrefillCall(NamedTuple):
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
 
-    def attention(self) -> Tensor:
-        """(batch, num_heads, q_len, v_head_dim)."""
+    def output(self) -> Tensor:
+        """(batch, num_heads, q_len, v_head_dim), recorded in the run."""
         if self.probe is not None:
             return self.probe(self._replace(probe=None))
         run = self.run
-        if run is None:
-            return self.attended()[0].out
-        attended, reason = self.attended(STATISTICS if run.collect_stats else (), run.collect_masks)
-        mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
-        run.record(self.layer, attended.stats, mask, reason, self.prefill, self.size)
+        statistics = STATISTICS if run is not None and run.collect_stats else ()
+        attended, reason = self.attend_as_planned(statistics, run is not None and run.collect_masks)
+        self.note(attended, reason)
         return attended.out
 
-    def attended(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
+    def attend_as_planned(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
         """`planned_attention`, and the reason for running dense; records nothing."""
         plan = self.plan()
-        if self.run is None:
-            notice_dense(plan.reason, self.inputs.query.shape[2])
         attended = planned_attention(self.inputs, plan, self.settings.call_options, statistics=statistics, with_maps=with_maps)
         return attended, plan.reason
+
+    def note(self, attended: Attended, reason: str | None) -> None:
+        """Record the call; without a run log why it ran dense, if it did."""
+        if self.run is None:
+            notice_dense(reason, self.inputs.query.shape[2])
+            return
+        batch, _, q_len, _ = self.inputs.query.shape
+        mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
+        size = CallSize(batch, q_len, self.tokens, self.sequence)
+        self.run.record(self.layer, attended.stats, mask, reason, self.prefill, size)
 
     def plan(self) -> CallPlan:
         reason = self.reason_no_mask()
@@ -62,9 +108,9 @@ class PrefillCall(NamedTuple):
             return every_block_plan(reason, selector.block_size, self.inputs)
         return call_plan(self.settings.call_options.policy, self.inputs, selector)
 
-    def attention_packed(self, segments: Sequence[Segment]) -> Tensor:
-        """As `attention`, of the sequences of a pack in the batch rows one after the other."""
-        whole = in_one_row(self.inputs)
+    def packed_output(self, segments: Sequence[Segment]) -> Tensor:
+        """As `output`, of the sequences of a pack in the batch rows one after the other."""
+        batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs)
         calls = [
             self._replace(inputs=segment.of(whole), tokens=segment.kv_len, sequence=number)
             for number, segment in enumerate(segments)
@@ -72,22 +118,15 @@ class PrefillCall(NamedTuple):
         ]
         reasons = [None if self.probe is not None else call.reason_no_mask() for call in calls]
         together = [segments[call.sequence] for call, reason in zip(calls, reasons, strict=True) if reason is not None]
-        dense, stats, parts = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
+        dense, stats, outs = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
         for call, reason in zip(calls, reasons, strict=True):
             if reason is None:
-                parts.append(call.attention())
-                continue
-            parts.append(next(dense)[0])
-            if self.run is None:
-                notice_dense(reason, call.inputs.query.shape[2])
+                outs.append(call.output())
             else:
-                self.run.record(self.layer, stats, None, reason, self.prefill, call.size)
-        return in_rows(torch.cat(parts, 2), self.inputs.query.shape[0])
-
-    @property
-    def size(self) -> CallSize:
-        batch, _, q_len, _ = self.inputs.query.shape
-        return CallSize(batch, q_len, self.tokens, self.sequence)
+                outs.append(next(dense)[0])
+                call.note(Attended(outs[-1], stats=stats), reason)
+        out = torch.cat(outs, 2)
+        return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
     def reason_no_mask(self) -> str | None:
         query, value = self.inputs.query, self.inputs.value
@@ -105,7 +144,15 @@ class PrefillCall(NamedTuple):
         return self.reason_no_mask() or self.reason_dense_layer()
 
 
-def of_local_heads(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
+def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
+    if inputs.query.shape[0] == 1:
+        return inputs
+    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    rows = {name: x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, x in tensors.items() if x is not None}
+    return inputs.with_fields(**rows)
+
+
+def _local_selector(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
     """`selector` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
     named = selector.num_heads
     if named is None or named == num_heads or named % num_heads:
@@ -127,3 +174,38 @@ def _rank(module: nn.Module, processes: int) -> int | None:
         if dim is not None and mesh.size(dim) == processes:
             return mesh.get_local_rank(dim)
     return None
+
+
+_outside_the_graph = torch.compiler.disable(serve)
+# per process: operators of compiled forwards take tensors, numbers and strings, no modules
+_MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+
+
+def _note(number: int) -> int:
+    _MODULES[number] = ctypes.cast(number, ctypes.py_object).value
+    return number
+
+
+# While torch.compile traces, before 2.13, such a function takes numbers and no modules. id() guards on the module.
+_noted: Callable[[int], int] = torch.compiler.assume_constant_result(_note)
+# a captured graph would skip the Python that makes masks and statistics
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
+
+@torch.library.custom_op(
+    "flexmask::prefill",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, float scale, float? softcap, SymInt? window, Tensor? attention_mask, "
+    "Tensor? offset, Tensor? sinks, SymInt tokens, int module) -> Tensor",
+    **_TAGS,
+)
+def prefill_operator(*arguments: Any) -> Tensor:
+    """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
+    *inputs, tokens, module = arguments
+    return serve(_MODULES[module], AttentionInputs(*inputs), tokens)
+
+
+@prefill_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    batch, num_heads, q_len, _ = query.shape
+    return query.new_empty((batch, q_len, num_heads, value.shape[3]))

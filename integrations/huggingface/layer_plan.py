@@ -85,7 +85,7 @@ def layer_plan(
     # kernels for experts take no other dtype
     model = model.eval().to(torch.bfloat16)
     number = getattr(text_config(model), "num_hidden_layers", 0)
-    run = PrefillRun(model_settings(model, method, settings, **options), collect_stats=False)
+    run = PrefillRun(model_settings(model, method=method, settings=settings, **options), collect_stats=False)
     planner, error = _Planner(tokens, torch.zeros((), device=device, dtype=dtype)), None
     planned = planner.layers
     # most models need only shapes with a mask, some others without one

@@ -186,14 +186,14 @@ def prefill_mask(
         named = {"batch_size": batch_size, "local_size": local_size, "config": config}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**keys, **named, **arguments)
     # a first row on a device is not waited for
-    known_first = int_if_known(first)
+    known_first = _int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not is_traced():
         expected = (batch_size, known_first + q_len)
         if attention_mask.shape[1] < expected[1]:
             raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key
-    offset = 0 if q_len == kv_length else int_if_known(first - kv_offset)
+    offset = 0 if q_len == kv_length else _int_if_known(first - kv_offset)
     is_known, window, ids = window_of(mask_function, local_size)
     if not is_known or (ids is not None and is_traced()):
         return PrefillMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
@@ -206,7 +206,7 @@ def prefill_mask(
     return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens, config=config)
 
 
-def int_if_known(number: int | Tensor) -> int | Tensor:
+def _int_if_known(number: int | Tensor) -> int | Tensor:
     """`number` as an int on CPUs, where that does not wait."""
     if type(number) is Tensor and number.device.type == "cpu" and not is_traced():
         return int(number)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.settings import CONFIG_KEY, PrefillSettings, found_settings, named_settings
+from flexmask.settings import CONFIG_KEY, PrefillSettings, named_settings
 
 _of_process: PrefillSettings | None = None
 
@@ -24,18 +22,13 @@ def set_process_settings(settings: PrefillSettings | None) -> None:
 
 def settings_for(config: Any, named: PrefillSettings | None = None) -> PrefillSettings:
     """The named settings, else the process's, the config's, or the defaults."""
-    return found_settings(named or _of_process, config, saved=configured)[0]
+    return named or _of_process or configured(config) or PrefillSettings()
 
 
-def model_settings(
-    model: PreTrainedModel,
-    method: str | Callable[..., BlockMask] | None = None,
-    settings: PrefillSettings | str | Path | None = None,
-    **options: Any,
-) -> PrefillSettings:
-    """`settings_for` a model, checked for it."""
+def model_settings(model: PreTrainedModel, **named: Any) -> PrefillSettings:
+    """`settings_for` a model, checked for it; `named` as in `named_settings`."""
     config = text_config(model)
-    chosen = settings_for(config, named_settings(method, settings, **options))
+    chosen = settings_for(config, named_settings(**named))
     chosen.check_model(config)
     return chosen
 

@@ -1,4 +1,4 @@
-"""Packed prompts, several in one batch row."""
+"""Where the sequences of packed prompts begin: by ids, by bounds, or by positions that restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake, is_readable
-from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.packed import Segment
 from flexmask.varlen import segments_of
 
@@ -20,25 +19,11 @@ def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
     if is_fake(ids):  # the shapes are the same
         return None
     length = ids.shape[1]
-    begins = (ids[:, 1:] != ids[:, :-1]).cpu()
-    if not begins.any():
+    changes = (ids[:, 1:] != ids[:, :-1]).cpu().expand(batch, -1).nonzero().tolist()
+    if not changes:
         return None
-    starts = [0, *(int(row) * length + int(token) + 1 for row, token in begins.expand(batch, -1).nonzero().tolist())]
-    bounds = sorted({*starts, *(row * length for row in range(batch + 1))})
-    slices = [slice(start, end) for start, end in itertools.pairwise(bounds)]
-    return tuple(Segment(span, span) for span in slices)
-
-
-def in_one_row(inputs: AttentionInputs) -> AttentionInputs:
-    if inputs.query.shape[0] == 1:
-        return inputs
-    tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    rows = {name: x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, x in tensors.items() if x is not None}
-    return inputs.with_fields(**rows)
-
-
-def in_rows(out: Tensor, batch: int) -> Tensor:
-    return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
+    bounds = sorted({row * length + token + 1 for row, token in changes}.union(range(0, batch * length + 1, length)))
+    return tuple(Segment(slice(start, end), slice(start, end)) for start, end in itertools.pairwise(bounds))
 
 
 class GivenBounds:
@@ -72,7 +57,7 @@ class PackedCheck:
         if not is_readable(position_ids) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
-            answer = starts_again(position_ids, attention_mask, offset)
+            answer = _starts_again(position_ids, attention_mask, offset)
             if answer.is_cuda:
                 self._answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
                 self._copied = torch.cuda.Event()
@@ -82,7 +67,7 @@ class PackedCheck:
         return (self._copied is None or self._copied.query()) and bool(self._answer)
 
 
-def starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
+def _starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
     """0-d bool: some token stands before its predecessor, or both stand at 0. Ignores padding, whose positions are arbitrary."""
     left, right = position_ids[:, :-1], position_ids[:, 1:]
     again = (right < left) | ((right == 0) & (left == 0))

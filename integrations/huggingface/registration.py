@@ -28,7 +28,7 @@ from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import set_process_settings
-from flexmask.integrations.huggingface.session import own_name, sweep
+from flexmask.integrations.huggingface.session import stock_name, sweep
 from flexmask.integrations.huggingface.wrappers import around, attention_in, code_of, codes, home, is_attention
 from flexmask.settings import PrefillSettings, named_settings
 
@@ -142,7 +142,7 @@ def _function_of(layer: type, name: str | None) -> Any:
 
 def _of_module(module: nn.Module) -> int:
     config = getattr(module, "config", None)
-    return _number(type(module), own_name(config), getattr(config, "_attn_implementation", None))
+    return _number(type(module), stock_name(config), getattr(config, "_attn_implementation", None))
 
 
 def _of_sdpa(layer: type) -> int:
@@ -182,7 +182,7 @@ _numbered: dict[tuple[int, int, int], tuple[Any, Any, Any, int]] = {}
 
 def _check_mask_function(config: Any) -> None:
     """Warn of another library's mask function, which runs in decoding only."""
-    name = own_name(config)
+    name = stock_name(config)
     stock, called = (ALL_MASK_ATTENTION_FUNCTIONS.get(wanted) for wanted in (name, getattr(config, "_attn_implementation", None)))
     if name in _STOCK and not home(stock).startswith(("transformers.", "flexmask.")) and code_of(stock) != code_of(called):
         _warn(stock, f"makes masks for {name!r} in transformers; it does not run in a prefill")

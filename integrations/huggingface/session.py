@@ -10,24 +10,26 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
-from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
 from flexmask.settings import CONFIG_KEY, PrefillSettings, saved_settings
 
+if TYPE_CHECKING:
+    from flexmask.integrations.huggingface.call import PrefillCall
+
 SESSION = "_flexmask_session"  # attribute of a model's modules
 _ABSENT = object()
 _LOCK = threading.RLock()  # held while scopes open and close
 # opened by the current thread or task; a task begins with its creator's scopes, a thread with none
-_OWN: ContextVar[tuple[Scope, ...]] = ContextVar("flexmask_own_scopes", default=())
+_OPENED_HERE: ContextVar[tuple[Scope, ...]] = ContextVar("flexmask_own_scopes", default=())
 
 
 class Session:
@@ -93,7 +95,7 @@ class Scope:
             _scopes = (*_scopes, scope)
             scope.switch()
             # without those that another thread closed
-            _OWN.set((*(earlier for earlier in _OWN.get() if earlier.is_open), scope))
+            _OPENED_HERE.set((*(earlier for earlier in _OPENED_HERE.get() if earlier.is_open), scope))
             return scope
         except BaseException:
             scope.leave()
@@ -111,7 +113,7 @@ class Scope:
     def leave(self) -> None:
         self.closed = True
         sweep()
-        _OWN.set(tuple(scope for scope in _OWN.get() if scope.is_open))
+        _OPENED_HERE.set(tuple(scope for scope in _OPENED_HERE.get() if scope.is_open))
 
     def switch(self) -> None:
         text = text_config(self.model)
@@ -177,7 +179,7 @@ def scope_of(module: nn.Module) -> Scope | None:
 
 def latest(scopes: Sequence[Scope]) -> Scope:
     """The scope that the current thread or task opened last, else the last."""
-    opened_here = _OWN.get()
+    opened_here = _OPENED_HERE.get()
     return next((scope for scope in reversed(scopes) if scope in opened_here), scopes[-1])
 
 
@@ -255,7 +257,7 @@ def configured(config: Any) -> PrefillSettings | None:
     return None if switched.options is _ABSENT else PrefillSettings.from_dict(switched.options, CONFIG_KEY)
 
 
-def own_name(config: Any) -> str | None:
+def stock_name(config: Any) -> str | None:
     """The attention implementation of a config without open scopes."""
     switched = SWITCHED.get(id(config))
     return getattr(config, "_attn_implementation", None) if switched is None else switched.name

@@ -144,12 +144,12 @@ def inspect_prefill(
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    >>> found = inspect_prefill(model, torch.arange(600) % 64, dense_layers=(0, 1))
-    >>> found.summary.layers[1].ran
+    >>> inspection = inspect_prefill(model, torch.arange(600) % 64, dense_layers=(0, 1))
+    >>> inspection.summary.layers[1].ran
     'dense'
     """
     inner = unwrapped(model)
-    used = model_settings(inner, method, settings, **options)
+    used = model_settings(inner, method=method, settings=settings, **options)
     if callable(used.method):
         raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
     ids = _one_prompt(input_ids)
@@ -172,7 +172,7 @@ def inspect_prefill(
             inner.base_model(input_ids=ids.to(inner.device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)
-    prefill(run, PrefillCall.attention)
+    prefill(run, PrefillCall.output)
     rows = run.rows()
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")

@@ -11,7 +11,7 @@ from flexmask import plain
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, head_groups, without_autocast
 from flexmask.base.scores import capped
-from flexmask.base.visibility import in_blocks, num_blocks, token_validity, visible_keys
+from flexmask.base.visibility import in_blocks, num_blocks, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.precision import without_tf32
 
@@ -28,7 +28,7 @@ class HeldAttention:
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
-        attended, reason = call.attended(with_maps=True)
+        attended, reason = call.attend_as_planned(with_maps=True)
         if reason is None:
             inputs, block_size, held = call.inputs.prepared(), call.selector.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)
@@ -54,7 +54,7 @@ def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int =
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()
         q_len, kv_len = query.shape[0], key.shape[0]
-        tokens = token_validity(q_len, kv_len, inputs.offset, inputs.attention_mask, inputs.key)
+        tokens = inputs.tokens()
         first, row_valid = int(tokens.offset[0]), tokens.row_valid[0]
         sums = torch.zeros((num_blocks(q_len, block_size), num_blocks(kv_len, block_size)), device=query.device)
         at_once = max(1, min(block_size, most_scores // kv_len))
@@ -79,7 +79,7 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
     with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
         query, key = inputs.query[0], inputs.key[0].float()
         num_heads, q_len, _ = query.shape
-        tokens = token_validity(q_len, key.shape[1], inputs.offset, inputs.attention_mask, inputs.key)
+        tokens = inputs.tokens()
         sampled = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
         valid = tokens.row_valid[0, sampled]
         visible = visible_keys(tokens.offset[0] + sampled, valid, tokens, inputs.window)[0]

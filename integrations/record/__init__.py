@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_fake, is_traced
 from flexmask.base.checks import check_int, plain_number
-from flexmask.integrations.record.calls import MOST_REASONS, LayerTotals, RecordedCall, rows_of
+from flexmask.integrations.record.calls import MOST_REASONS, LayerTotals, RecordedCall, rows_by_head
 from flexmask.integrations.record.calls import CallSize as CallSize
 from flexmask.integrations.record.summary import LayerSummary as LayerSummary
 from flexmask.integrations.record.summary import RunSummary as RunSummary
@@ -161,7 +161,7 @@ class PrefillRun:
         Each has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and kv_len, and the `reason` if the call
         ran dense. A head that ran dense because that is faster has the pattern and the density of its mask.
         """
-        return rows_of(self._state()[0], self.method)
+        return rows_by_head(self._state()[0], self.method)
 
     def summary(self) -> RunSummary:
         """Summarise what ran sparse, what dense and why, densities, patterns and tokens, of all calls so far.

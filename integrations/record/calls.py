@@ -65,7 +65,7 @@ def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     return copies
 
 
-def rows_of(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> list[dict[str, Any]]:
+def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> list[dict[str, Any]]:
     copies = on_host(getattr(call.stats, name) for recorded in calls.values() for call in recorded for name in TENSORS)
     rows = []
     for layer, recorded in sorted(calls.items()):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from flexmask.base.checks import check_int, check_real, check_word
 from flexmask.dense_policy import DensePolicy
-from flexmask.settings import PrefillSettings, found_settings
+from flexmask.settings import PrefillSettings, effective_settings
 
 _FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
 LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)
@@ -72,7 +72,7 @@ def read_options(
         named = PrefillSettings.load(path)
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
-    settings, origin = found_settings(named, model_config, text)
+    settings, origin = effective_settings(named, model_config, text)
     sources = {"named": path or source, "config": "the model's config.json"}
     return ServingOptions(settings=settings, source=sources.get(origin, origin), **fields)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexmask.base.inputs import AttentionInputs, SparseInputs, head_groups, without_autocast
 from flexmask.base.scores import capped, widest_float
-from flexmask.base.visibility import block_visibility, token_validity, whole_blocks
+from flexmask.base.visibility import block_visibility, whole_blocks
 from flexmask.precision import without_tf32
 from flexmask.select import select_blocks
 from flexmask.selector import CallSelector, Selector
@@ -45,8 +45,7 @@ def head_errors(
         whole = inputs.with_fields(needs_grad=False).prepared()
         by_gamma = [replace(selector, options={**selector.options, "gamma": gamma}).for_inputs(whole) for gamma in gammas]
         out = query.new_empty((1, num_heads, q_len, value.shape[3]))
-        tokens = token_validity(q_len, q_len, None, None, whole.key)
-        visible = block_visibility(tokens, selector.block_size, inputs.window).visible
+        visible = block_visibility(whole.tokens(), selector.block_size, inputs.window).visible
         density = torch.empty((num_heads, len(gammas)), dtype=widest_float(query.device), device=query.device)
         error = torch.empty_like(density)
         at_once = max_mask_bytes // max(with_gamma.head_bytes(whole) for with_gamma in by_gamma)

@@ -8,21 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from flexmask.integrations.tune.head_errors import HeadErrors
 
 _FORMAT = "flexmask tune 1"
-
-
-class AtGamma(NamedTuple):
-    """A head at one gamma."""
-
-    gamma: float
-    blocks: float  # kept, as a share of the blocks of all heads
-    error: float
 
 
 @dataclass
@@ -65,31 +58,23 @@ class MeasuredErrors:
         part.write_text(json.dumps(saved, allow_nan=False), encoding="utf-8")
         os.replace(part, self.path)
 
-    def choices(self) -> dict[tuple[int, int], list[AtGamma]]:
-        """By layer and head: share of all blocks and error at each gamma, means over prompts."""
-        prompts = list(zip(self.by_prompt, self._all_blocks(), strict=True))
-        return {
-            (layer, head): [
-                AtGamma(
-                    gamma,
-                    sum(errors[layer].density[head][i] * errors[layer].visible / blocks for errors, blocks in prompts)
-                    / len(prompts),
-                    sum(errors[layer].error[head][i] for errors, _ in prompts) / len(prompts),
-                )
-                for i, gamma in enumerate(self.gammas)
-            ]
-            for layer in sorted(self.by_prompt[0])
-            for head in range(len(self.by_prompt[0][layer].density))
-        }
+    def heads(self) -> list[tuple[int, int]]:
+        """Layer and head of all measured heads, in the order of `by_head`."""
+        return [(layer, head) for layer, errors in sorted(self.by_prompt[0].items()) for head in range(len(errors.density))]
 
-    def share_of(self, layer: int) -> float:
-        """The share of all blocks that one head of a layer sees."""
-        shares = [errors[layer].visible / blocks for errors, blocks in zip(self.by_prompt, self._all_blocks(), strict=True)]
-        return sum(shares) / len(shares)
+    def by_head(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Blocks that each head sees, (heads,), and that it keeps by gamma, as shares of those of all heads; its errors by gamma.
 
-    def _all_blocks(self) -> list[int]:
-        """The blocks that all heads see, by prompt."""
-        return [sum(layer.visible * len(layer.density) for layer in errors.values()) for errors in self.by_prompt]
+        All three are means over prompts.
+        """
+        prompts = []
+        for of_prompt in self.by_prompt:
+            layers = [errors for _, errors in sorted(of_prompt.items())]
+            visible = np.repeat([errors.visible for errors in layers], [len(errors.density) for errors in layers])
+            density, error = (np.concatenate(by_gamma) for by_gamma in zip(*((x.density, x.error) for x in layers), strict=True))
+            prompts.append((visible / visible.sum(), density * (visible / visible.sum())[:, None], error))
+        visible, blocks, error = (np.mean(parts, 0) for parts in zip(*prompts, strict=True))
+        return visible, blocks, error
 
 
 def digest(parts: Sequence[Tensor] | Mapping[str, Any]) -> str:

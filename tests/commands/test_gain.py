@@ -21,16 +21,10 @@ SPARSE = ("--dense-below", "0", "--option", "block_size=32", "--min-budget", "0"
 
 
 def check_times(row):
-    dense = row["dense"]
-    assert dense["kernel"] == "SDPA"
-    assert dense["first_token_seconds"] == pytest.approx(row["rest_seconds"] + dense["attention_seconds"])
-    assert min(dense["attention_seconds"], row["rest_seconds"]) > 0
-    for way in row["sparse"]:
-        taken = way["selection_seconds"] + way["attention_seconds"]
-        assert way["first_token_seconds"] == pytest.approx(row["rest_seconds"] + taken)
-        assert way["attention_ratio"] == pytest.approx(dense["attention_seconds"] / taken)
-        assert way["first_token_ratio"] == pytest.approx(dense["first_token_seconds"] / way["first_token_seconds"])
-        assert way["selection_seconds"] > 0
+    assert row["dense"]["kernel"] == "SDPA"
+    seconds = [row["rest_seconds"], row["dense"]["attention_seconds"]]
+    seconds += [way[f"{part}_seconds"] for way in row["sparse"] for part in ("selection", "attention")]
+    assert min(seconds) > 0
 
 
 @pytest.mark.attention
@@ -124,7 +118,9 @@ def test_one_slow_run_gives_no_verdict(capsys):
     times.density[:] = 0.2
     row = {"tokens": 4096, "layers": {"sparse": 1}, "reasons": {}} | times.document(rest=1.0)
     (way,) = row["sparse"]
-    assert (way["selection_seconds"], way["first_token_seconds"]) == (0.5, 3.0)
+    assert (row["rest_seconds"], row["dense"]["attention_seconds"], row["dense"]["first_token_seconds"]) == (1.0, 4.0, 5.0)
+    assert (way["selection_seconds"], way["attention_seconds"], way["first_token_seconds"]) == (0.5, 1.5, 3.0)
+    assert (way["attention_ratio"], way["first_token_ratio"]) == pytest.approx((2.0, 5.0 / 3.0))
     assert way["first_token_ratios"] == pytest.approx([5.1 / 5.2, 5.0 / 3.0])
     assert "no verdict; the first token comes 0.98 to 1.67 times as fast" in command.verdict(row)
     about = dict.fromkeys(("model", "type", "dtype", "torch", "device"), "x") | {"settings": {"method": "hybrid"}}

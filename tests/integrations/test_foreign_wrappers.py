@@ -3,19 +3,17 @@
 import contextlib
 import functools
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface import model_config
 from tests.integrations.common import KEEP_ALL, SPARSE, dynamic_cache
 
-pytestmark = pytest.mark.usefixtures("_fresh_process")
+pytestmark = pytest.mark.usefixtures("fresh_process", "_no_calls")
 
 CALLS: list[tuple[int, int]] = []  # layer and rows
 _original: Any = None
@@ -23,17 +21,8 @@ _originals: dict[str, Any] = {}
 
 
 @pytest.fixture
-def _fresh_process(monkeypatch):
-    """The registered functions as in a process that has imported neither library, and back."""
-    monkeypatch.setattr(model_config, "_of_process", None)
-    mappings = [ALL_ATTENTION_FUNCTIONS._local_mapping, ALL_MASK_ATTENTION_FUNCTIONS._local_mapping]
-    mappings += [AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping]
-    with contextlib.ExitStack() as stack:
-        for each in mappings:
-            stack.enter_context(patch.dict(each))
-            each.pop("flexmask", None)
-        CALLS.clear()
-        yield
+def _no_calls():
+    CALLS.clear()
 
 
 def given(function, module, query, key, value, *args, **kwargs):

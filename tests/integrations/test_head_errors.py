@@ -8,10 +8,11 @@ import torch
 
 from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.tune.head_errors import errors_of_key_head, head_errors
-from flexmask.integrations.tune.measured import AtGamma
-from flexmask.integrations.tune.result import allocate
+from flexmask.integrations.tune.head_errors import HeadErrors, errors_of_key_head, head_errors
+from flexmask.integrations.tune.measured import MeasuredErrors
+from flexmask.integrations.tune.result import result_of
 from flexmask.selector import selector_of
+from flexmask.settings import PrefillSettings
 from tests.cases import structured_inputs
 from tests.expected import masked_attention, pairs_under, seen_pairs
 
@@ -24,12 +25,12 @@ def expected_errors(query, key, value, gamma, method, scores, sinks, gradient=No
     make_mask = getattr(block_masks, f"{method}_mask")
     length = query.shape[2]
 
-    def attend(keep):
+    def output_under(keep):
         return masked_attention(query, key, value, keep, scores.get("scale"), scores.get("softcap"), sinks)[0]
 
     mask, stats = make_mask(query, key, gamma, block_size=16, return_stats=True, **METHODS[method], **scores)
-    dense = attend(seen_pairs(length, torch.zeros(1).long(), torch.ones(1, length).bool(), scores.get("window"))[:, None])
-    change = attend(pairs_under(mask, length, length)) - dense
+    dense = output_under(seen_pairs(length, torch.zeros(1).long(), torch.ones(1, length).bool(), scores.get("window"))[:, None])
+    change = output_under(pairs_under(mask, length, length)) - dense
     if gradient is not None:
         return stats.density[0], (gradient.double() * change).sum(-1).square().sum(-1)[0]
     return stats.density[0], (change.square().sum((-2, -1)) / dense.square().sum((-2, -1)))[0]
@@ -83,33 +84,33 @@ def test_scores_far_apart_do_not_underflow():
     assert float(wrong) == pytest.approx(0.5)  # half of the rows give 2 instead of 1
 
 
+def result_at_no_target(gammas, kept, lost):
+    """As measured in one layer of one prompt; `kept` and `lost` are by head and gamma."""
+    return result_of(PrefillSettings(), MeasuredErrors(gammas, [{0: HeadErrors(1, kept, lost)}], [True]), 1.0, None)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_choice_of_gammas_is_below_the_curve(seed):
     generator = torch.Generator().manual_seed(seed)
     number = 6
-    kept, lost = torch.rand(2, number, len(GAMMAS), generator=generator).sort(-1).values / torch.tensor([number, 1]).view(2, 1, 1)
-    kept[:, -1], lost = 1.0 / number, lost.flip(-1)
+    kept, lost = torch.rand(2, number, len(GAMMAS), generator=generator).sort(-1).values
+    kept[:, -1], lost = 1.0, lost.flip(-1)
     lost[:, -1] = 0.0
-    heads = [
-        [AtGamma(*each) for each in zip(GAMMAS, *pair, strict=True)] for pair in zip(kept.tolist(), lost.tolist(), strict=True)
-    ]
-    way = allocate(heads)
-    assert way.curve[0] == (pytest.approx(1.0), 0.0)
-    for steps, (density, error) in enumerate(way.curve):
-        at = way.after(steps)
-        assert density == pytest.approx(sum(choice.blocks for choice in at))
-        assert error == pytest.approx(sum(choice.error for choice in at) / number)
-        assert way.steps_to_density(density + 1e-9) == way.steps_to_error(error) == steps
-    every = itertools.product(*heads)
-    others = np.array([[sum(choice.blocks for choice in at), sum(choice.error for choice in at) / number] for at in every])
-    densities, errors = np.array(way.curve[::-1]).T
+    result = result_at_no_target(GAMMAS, kept.tolist(), lost.tolist())
+    assert result.curve[0] == (pytest.approx(1.0), 0.0)
+    for density, error in result.curve:
+        for at_target in (result.at(density=density), result.at(error=error)):
+            assert (at_target.density, at_target.error) == (density, error)
+            assert np.mean([row["density"] for row in at_target.rows()]) == pytest.approx(density)
+            assert np.mean([row["error"] for row in at_target.rows()]) == pytest.approx(error)
+    choices = np.array(list(itertools.product(range(len(GAMMAS)), repeat=number)))
+    others = np.stack([x.numpy()[range(number), choices].mean(1) for x in (kept, lost)], 1)
+    densities, errors = np.array(result.curve[::-1]).T
     reached = others[:, 0] >= densities[0]
     assert (others[reached, 1] >= np.interp(others[reached, 0], densities, errors) - 1e-6).all()
-    assert way.steps_to_density(densities[0] / 2) is way.steps_to_error(-1.0) is None
 
 
 def test_of_gammas_that_keep_the_same_the_most_exact_is_where_it_starts():
-    head = [AtGamma(0.5, 0.2, 0.3), AtGamma(0.9, 1.0, 0.1), AtGamma(0.95, 1.0, 0.0), AtGamma(1.0, 1.0, 0.0)]
-    way = allocate([head])
-    assert way.highest == (head[3],)
-    assert way.steps == ((pytest.approx(0.375), 0, head[0]),)
+    result = result_at_no_target((0.5, 0.9, 0.95, 1.0), [[0.2, 1.0, 1.0, 1.0]], [[0.3, 0.1, 0.0, 0.0]])
+    assert [row["gamma"] for row in result.rows()] == [1.0]
+    assert result.curve == ((1.0, 0.0), (pytest.approx(0.2), 0.3))

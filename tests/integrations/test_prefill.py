@@ -46,18 +46,6 @@ def test_collects_what_is_asked_for(model, tokens, collected):
     assert (len(run.stats), len(run.masks)) == (2 * stats, 2 * masks)
 
 
-def test_ragged_batch_is_its_prompts_one_by_one(model, tokens):
-    lengths = (530, 341)
-    mask = torch.stack([torch.arange(LENGTH) >= LENGTH - length for length in lengths]).long()
-    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    # blocks lie elsewhere in a padded prompt: below gamma 1 other tokens may be kept
-    for settings, rows in ((SPARSE, 1), (KEEP_ALL, 2)):
-        with flexmask_hf.sparse_prefill(model, **settings):
-            together = model.generate(tokens * mask, attention_mask=mask, **options)[:, -4:]
-            alone = [model.generate(tokens[row : row + 1, LENGTH - lengths[row] :], **options)[0, -4:] for row in range(2)]
-        assert torch.equal(together[:rows], torch.stack(alone[:rows]))
-
-
 def test_layers_on_other_devices(model, tokens, tmp_path):
     """Accelerate moves what each layer is called with, masks too."""
     pytest.importorskip("accelerate")
@@ -112,15 +100,18 @@ def test_long_padded_prompt_stays_far_below_a_map_of_tokens():
     assert growth < 32768**2 / 4
 
 
-def test_packed_positions_are_refused(device, tokens):
+@pytest.mark.parametrize("lengths", [(265, 265), (1, LENGTH - 1), (LENGTH - 1, 1)], ids=str)
+def test_packed_positions_are_refused_over_a_cache(device, tokens, lengths):
     model, tokens = make_model().to(device), tokens.to(device)
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda *arguments: torch.cuda.synchronize() if device.type == "cuda" else None)
     positions = torch.arange(LENGTH, device=device)[None]
+    # after a sequence of one token the positions are 0 and 0
+    packed = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     with flexmask_hf.sparse_prefill(model):
         model(tokens, position_ids=positions)
         with pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
-            model(tokens, position_ids=positions % 265)
+            model(tokens, position_ids=packed, attention_mask=torch.ones_like(tokens))
         model(tokens, position_ids=positions)
 
 

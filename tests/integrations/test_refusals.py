@@ -20,17 +20,6 @@ FORWARD_REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(LENGTH - 100, 100), (1, LENGTH - 1), (LENGTH - 1, 1)], ids=str)
-def test_packed_prompts_are_refused_under_a_mask_without_padding(model, tokens, lengths):
-    # after a sequence of one token the positions are 0 and 0
-    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
-    with (
-        flexmask_hf.sparse_prefill(model, **KEEP_ALL),
-        pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"),
-    ):
-        model(tokens, position_ids=position_ids, attention_mask=torch.ones_like(tokens))
-
-
 def test_mask_for_other_keys_names_both():
     query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
     with pytest.raises(NotImplementedError, match=r"40 rows and 41 keys under a mask of 40 and 40 \(keys that the model adds"):

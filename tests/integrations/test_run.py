@@ -73,24 +73,19 @@ def test_rows_are_the_statistics():
 
 
 def test_summary_adds_up_the_rows():
+    pandas = pytest.importorskip("pandas")
     run = recorded()
-    summary, rows = run.summary(), run.rows()
+    summary, rows = run.summary(), pandas.DataFrame(run.rows())
     assert summary.prefills == 6
     assert summary.tokens == sum((1 + call % 2) * (100 + 10 * call) for call in range(6))
     for layer in summary.layers:
-        own = [row for row in rows if row["layer"] == layer.layer]
-        weights = [row["q_len"] * row["kv_len"] - row["q_len"] * (row["q_len"] - 1) / 2 for row in own]
-        expected = sum(weight * row["density"] for weight, row in zip(weights, own, strict=True)) / sum(weights)
-        assert layer.density == pytest.approx(expected, rel=1e-6)
-        sparse = [row for row in own if row["pattern"] != "dense"]
-        if sparse:
-            assert layer.coverage == pytest.approx(sum(row["coverage"] for row in sparse) / len(sparse), rel=1e-6)
-            for pattern, share in layer.patterns.items():
-                assert share == pytest.approx(sum(row["pattern"] == pattern for row in sparse) / len(sparse))
-            served = sum(row["reason"] is not None for row in sparse)
-            assert layer.served_densely == pytest.approx(served / len(sparse))
-        else:
-            assert (layer.coverage, layer.patterns) == (None, {})
+        of_layer = rows[rows.layer == layer.layer]
+        pairs = of_layer.q_len * of_layer.kv_len - of_layer.q_len * (of_layer.q_len - 1) / 2
+        assert layer.density == pytest.approx((pairs * of_layer.density).sum() / pairs.sum(), rel=1e-6)
+        sparse = of_layer[of_layer.pattern != "dense"]
+        assert layer.coverage == (pytest.approx(sparse.coverage.mean(), rel=1e-6) if len(sparse) else None)
+        assert layer.patterns == pytest.approx(sparse.pattern.value_counts(normalize=True).to_dict())
+        assert layer.served_densely == pytest.approx(sparse.reason.notna().mean() if len(sparse) else 0)
     assert [layer.ran for layer in summary.layers] == ["sparse", "both", "dense"]
     assert [layer.dense_calls for layer in summary.layers] == [0, 2, 6]
     assert summary.layers[1].reasons == {"short": 2}

@@ -2,33 +2,22 @@
 
 import json
 import os
-from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface import model_config
 from flexmask.settings import PrefillSettings, saved_settings
 from tests.integrations.common import SPARSE, padded
 
 
-def test_layers_have_options_of_their_own(model, tokens):
-    with flexmask_hf.sparse_prefill(model, **SPARSE, layers={1: {"gamma": 1.0}}) as run:
-        model(tokens)
-    assert run.stats[0][0].density.max() < 1
-    assert run.stats[1][0].density.min() == 1
-    assert not run.stats[1][0].dense
-
-
-@pytest.mark.parametrize("attention_mask", [None, padded], ids=["unpadded", "padded"])
-def test_dense_layers_are_dense(model, tokens, attention_mask):
-    mask = None if attention_mask is None else attention_mask(tokens)
+def test_dense_layers_are_dense(model, tokens):
+    mask = padded(tokens)
     expected = model(tokens, attention_mask=mask).logits
     with flexmask_hf.sparse_prefill(model, **SPARSE, dense_layers=(0, 1)) as run:
         logits = model(tokens, attention_mask=mask).logits
-    assert (logits - expected)[torch.ones_like(tokens) != 0 if mask is None else mask != 0].abs().max() < 1e-4
+    assert (logits - expected)[mask != 0].abs().max() < 1e-4
     assert [calls[0].dense for calls in run.stats.values()] == [True, True]
 
 
@@ -140,16 +129,7 @@ def test_other_files_are_refused(tmp_path, content, message):
         PrefillSettings.load(path)
 
 
-@pytest.fixture
-def _own_process(monkeypatch):
-    """Put back the functions behind the names, and the settings."""
-    monkeypatch.setattr(model_config, "_of_process", None)
-    flexmask_hf.register()
-    with patch.dict(AttentionInterface._global_mapping), patch.dict(AttentionMaskInterface._global_mapping):
-        yield
-
-
-@pytest.mark.usefixtures("_own_process")
+@pytest.mark.usefixtures("fresh_process")
 def test_settings_of_the_process_go_before_those_of_the_config(model):
     flexmask_hf.configure(model, gamma=0.3)
     flexmask_hf.register(gamma=0.4, dense_below=0)

@@ -44,12 +44,12 @@ def test_gradients_are_those_of_the_next_token_loss(model, length):
     expected = gradients_of_attention(model, prompt, scored)
     outs = []
 
-    def attend(call):
+    def probe(call):
         outs.append(dense_attention(call.inputs)[0])
         outs[-1].retain_grad()
         return outs[-1]
 
-    with opened(model, PrefillRun(), attend) as block:
+    with opened(model, PrefillRun(), probe) as block:
         backward_through_loss(block, prompt[0])
     for out, wanted in zip(outs, expected, strict=True):
         assert wanted.abs().max() > 1e-5
