@@ -41,7 +41,7 @@ def table(folder: Path = FOLDER) -> list[str]:
         seconds = [f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", times(row["ratio"], 2)]
         perplexity = f"{np.expm1(own['d_loss'].mean()):+.1%}"
         cells.append([_named(int(tokens)), *seconds, percent(row["density"]), perplexity, _mean_scores(int(tokens), folder)])
-    head = ["prompt", "first token, dense", "flexmask", "faster", "blocks kept", "perplexity", "RULER: dense, flexmask, change"]
+    head = ["prompt", "first token, dense", "flexmask", "faster", "blocks kept", "perplexity", "RULER"]
     return markdown_table(head, cells)
 
 
@@ -64,7 +64,7 @@ def _mean_scores(tokens: int, folder: Path) -> str:
         return "not run"
     means = both[["dense", _RULER[0]]].mean()
     change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
-    return f"{means.iloc[0]:.1f}, {means.iloc[1]:.1f}, {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
+    return f"{means.iloc[0]:.1f} → {means.iloc[1]:.1f} ({change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')})"
 
 
 def settings(folder: Path = FOLDER) -> list[str]:
