@@ -37,7 +37,6 @@ FIGURES: dict[str, Callable[..., None]] = {
     "fidelity-by-density": fidelity.draw_by_density,
     "fidelity-trained": partial(fidelity.draw_by_density, length=32768, yarn=1, model=trained.NAME),
     "speed-calls": speed.draw_calls,
-    "speed-first-token": trained.draw,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -23,7 +23,7 @@ def vllm(folder: Path = FOLDER, model: str = SHAPE, cache: str = "auto") -> pd.D
     return _paired(rows.assign(seconds=rows["milliseconds"] / 1e3), "attention", "stock", "hybrid")
 
 
-def _vllm_rows(folder: Path, figure: str, **wanted: Any) -> list[Row]:
+def vllm_rows(folder: Path, figure: str, **wanted: Any) -> list[Row]:
     """Rows of `bench.serving.first_token` that have a figure, under some conditions."""
     rows = engine_rows(folder)
     return [row for row in rows if figure in row and all(row.get(name) == value for name, value in wanted.items())]
@@ -31,13 +31,13 @@ def _vllm_rows(folder: Path, figure: str, **wanted: Any) -> list[Row]:
 
 def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
     """Prompts in vLLM by `bench.serving.first_token`, whole unless `wanted` has a chunk; `sparse` names the method."""
-    rows = _vllm_rows(folder, "first_seconds", **{"chunk": None, **wanted})
+    rows = vllm_rows(folder, "first_seconds", **{"chunk": None, **wanted})
     return _paired(pd.DataFrame(rows), "method", "stock", sparse)
 
 
 def vllm_h100(folder: Path = FOLDER) -> pd.DataFrame:
     """Whole prompts, hybrid with the nearest keys, on an H100."""
-    rows = pd.DataFrame(_vllm_rows(folder, "first_seconds", chunk=None, **_H100))
+    rows = pd.DataFrame(vllm_rows(folder, "first_seconds", chunk=None, **_H100))
     return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 
@@ -61,6 +61,6 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
 
 
 TABLES = {
-    "vllm-first-tokens": lambda folder: first_tokens(_vllm_rows(folder, "first_seconds", **_H100)),
-    "vllm-at-once": lambda folder: throughput(_vllm_rows(folder, "tokens_per_second", **_H100)),
+    "vllm-first-tokens": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **_H100)),
+    "vllm-at-once": lambda folder: throughput(vllm_rows(folder, "tokens_per_second", **_H100)),
 }

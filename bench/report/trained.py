@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from bench.intervals import of_mean
-from bench.report import LINES
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import sglang, vllm_h100, vllm_prefills
+from bench.report.first_token import vllm_h100, vllm_prefills, vllm_rows
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
-from bench.report.speed import times
 from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
 
 NAME = "Qwen2.5-Coder-1.5B-Instruct"
+CHUNKS, OTHER_HOST = "chunks, YaRN 4", "chunks, YaRN 4, another machine"  # runs
 _YARN = {16384: 1, 32768: 1, 65536: 4, 131072: 4}  # YaRN's factor by prompt tokens
 _RULER = ("hybrid, gamma 0.9", "hybrid, gamma 0.95", "flexprefill, gamma 0.9")
 
@@ -34,15 +32,36 @@ def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
 
 
 def table(folder: Path = FOLDER) -> list[str]:
-    """First token, density, perplexity and RULER's mean by length."""
-    cells = []
-    for tokens, row in first_tokens(folder).iterrows():
-        own = _own(_texts(int(tokens), folder), 0.9, 0.5)
-        seconds = [f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", times(row["ratio"], 2)]
-        perplexity = f"{np.expm1(own['d_loss'].mean()):+.1%}"
-        cells.append([_named(int(tokens)), *seconds, percent(row["density"]), perplexity, _mean_scores(int(tokens), folder)])
-    head = ["prompt", "first token, dense", "flexmask", "faster", "blocks kept", "perplexity", "RULER"]
-    return markdown_table(head, cells)
+    """A column per length: first tokens and ratios, density, perplexity, RULER's mean."""
+    whole, shape, chunked = first_tokens(folder), vllm_h100(folder)["ratio"], _chunked(folder)
+    texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in _YARN]
+    other_host = pd.DataFrame(vllm_rows(folder, "first_seconds", model=NAME, run=OTHER_HOST, chunk=8192))
+    in_8k = chunked[8192].assign(other=chunked[8192]["dense"] / other_host.groupby("prompt_tokens")["seconds"].mean())
+    rows = {
+        "first token, dense": [f"{seconds:.3f} s" for seconds in whole["dense"]],
+        "first token, flexmask": [f"{seconds:.3f} s" for seconds in whole["sparse"]],
+        "**times as fast**, one chunk": [f"**{ratio:.2f}**" for ratio in whole["ratio"]],
+        "in chunks of 32k, as below": [number(ratio) for ratio in chunked[32768]["ratio"].reindex(_YARN)],
+        "in chunks of 8k, on two hosts": [
+            f"{row['other']:.1f} and {row['ratio']:.1f}".replace("nan and nan", "-") for _, row in in_8k.reindex(_YARN).iterrows()
+        ],
+        "blocks kept": [percent(density) for density in whole["density"]],
+        "perplexity: dense, change": [
+            f"{np.exp(own['dense_loss'].mean()):.1f}, {np.expm1(own['d_loss'].mean()):+.1%}" for own in texts
+        ],
+        "RULER: dense, change": [_mean_scores(tokens, folder) for tokens in _YARN],
+        "Llama 3.1 8B's shape, times as fast": [number(ratio) for ratio in shape.reindex(_YARN)],
+    }
+    return markdown_table(["prompt", *map(_named, _YARN)], [[name, *cells] for name, cells in rows.items()])
+
+
+def _mean_scores(tokens: int, folder: Path) -> str:
+    """Mean of the tasks with dense attention, and its change at gamma 0.9 with the interval over prompts."""
+    both = scores(tokens, folder)
+    if both.empty:
+        return "not run"
+    change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
+    return f"{both['dense'].mean():.1f}, {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
 
 
 def _named(tokens: int) -> str:
@@ -55,16 +74,6 @@ def _texts(tokens: int, folder: Path) -> pd.DataFrame:
 
 def _without_floor(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[~rows["options"].str.contains('"min_coverage": 0.5')]
-
-
-def _mean_scores(tokens: int, folder: Path) -> str:
-    """Mean of the tasks, dense and at gamma 0.9, and the interval of the change over prompts."""
-    both = scores(tokens, folder)
-    if both.empty:
-        return "not run"
-    means = both[["dense", _RULER[0]]].mean()
-    change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
-    return f"{means.iloc[0]:.1f} → {means.iloc[1]:.1f} ({change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')})"
 
 
 def settings(folder: Path = FOLDER) -> list[str]:
@@ -88,15 +97,14 @@ def settings(folder: Path = FOLDER) -> list[str]:
 
 def methods(folder: Path = FOLDER) -> list[str]:
     """Errors at equal density, of two models and lengths."""
-    small = "SmolLM2-135M"
-    places = ((NAME, 1, 32768, 0.2), (NAME, 4, 65536, 0.22), (small, 8, 16384, 0.23), (small, 8, 65536, 0.12))
-    columns, head = [], [ERROR]
+    small, cells = "SmolLM2-135M", []
+    places = ((NAME, 1, 32768, 0.2), (NAME, 4, 65536, 0.22), (small, 8, 65536, 0.12))
     for model, yarn, tokens, density in places:
-        rows = language_model(tokens, folder, yarn=yarn, model=model)
-        curves = Curves(_without_floor(rows))
-        columns.append([number(curves.error_at(method, density)) for method in ("hybrid", *OTHERS)])
-        head.append(f"{model.removesuffix('-Instruct')}, {thousands(tokens)}, {density:.0%} of the blocks")
-    return markdown_table(head, [[f"`{method}`", *cells] for method, *cells in zip(("hybrid", *OTHERS), *columns, strict=True)])
+        curves = Curves(_without_floor(language_model(tokens, folder, yarn=yarn, model=model)))
+        place = f"{model.removesuffix('-Instruct')}, {thousands(tokens)}{f', YaRN {yarn}' if yarn > 1 else ''}"
+        errors = [number(curves.error_at(method, density)) for method in ("hybrid", *OTHERS)]
+        cells.append([f"{place}, {density:.0%} of the blocks", *errors])
+    return markdown_table(["error at equal density", "`hybrid`", *(f"`{other}`" for other in OTHERS)], cells)
 
 
 def scores(length: int, folder: Path = FOLDER) -> pd.DataFrame:
@@ -118,32 +126,16 @@ def tasks(length: int, folder: Path = FOLDER) -> list[str]:
     return markdown_table(["task", "dense", *methods], cells)
 
 
+def _chunked(folder: Path) -> dict[int | None, pd.DataFrame]:
+    """First tokens by size of the chunks, None for whole prompts, all with YaRN."""
+    return {size: vllm_prefills(folder, "hybrid", model=NAME, run=CHUNKS, chunk=size) for size in (None, 32768, 8192)}
+
+
 def chunks(folder: Path = FOLDER) -> list[str]:
     """Ratios to dense attention in as large chunks."""
-    sizes = {"whole": None, "chunks of 32k": 32768, "chunks of 8k": 8192}
-    timed = {name: vllm_prefills(folder, "hybrid", model=NAME, run="chunks, YaRN 4", chunk=size) for name, size in sizes.items()}
-    ratios = pd.DataFrame({name: rows["ratio"] for name, rows in timed.items()})
+    ratios = pd.DataFrame({size or 0: rows["ratio"] for size, rows in _chunked(folder).items()})
     cells = [[thousands(tokens), *(number(ratio) for ratio in row)] for tokens, row in ratios.iterrows()]
-    return markdown_table(["prompt", *ratios], cells)
-
-
-def draw(axes: Any, folder: Path = FOLDER) -> None:
-    """Ratios by length, a line per model and engine; a line ends where a length was not timed."""
-    engines = {
-        "Qwen2.5-Coder-1.5B on text, default options, vLLM, H100": first_tokens(folder),
-        "Llama 3.1 8B's shape, random weights: vLLM, H100": vllm_h100(folder),
-        "the same shape: SGLang, H200": sglang(folder),
-    }
-    lengths = sorted({int(tokens) for figures in engines.values() for tokens in figures.index})
-    for (name, figures), (colour, marker, dash) in zip(engines.items(), LINES, strict=False):
-        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 6, "fillstyle": "none"}
-        axes.plot(lengths, figures["ratio"].reindex(lengths), label=name, **style)
-    axes.axhline(1, color="#444444", linewidth=0.8)
-    axes.set(xlabel="tokens of the prompt", ylabel="first token: times as fast as dense", xscale="log", ylim=(0.9, 3.6))
-    axes.set_xticks(lengths, [thousands(tokens) for tokens in lengths])
-    axes.minorticks_off()
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    return markdown_table(["prompt", "whole", "chunks of 32k", "chunks of 8k"], cells)
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
