@@ -14,7 +14,7 @@ from bench.intervals import over_files
 FOLDER = Path(__file__).parents[1] / "results"
 NAMES = {
     "hybrid": "hybrid (ours)",
-    "flexprefill": "flexprefill (the paper's)",
+    "flexprefill": "flexprefill (the paper's rule)",
     "published": "published (the authors' code)",
 }
 ERROR = r"\|Δ log p\|"  # escaped: a table's cell
