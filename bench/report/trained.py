@@ -11,7 +11,7 @@ import pandas as pd
 
 from bench.intervals import of_mean
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import vllm_h100, vllm_prefills, vllm_rows
+from bench.report.first_token import vllm_prefills, vllm_rows
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
@@ -32,40 +32,33 @@ def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
 
 
 def table(folder: Path = FOLDER) -> list[str]:
-    """A column per length: first tokens and ratios, density, perplexity, RULER's mean."""
-    whole, shape, chunked = first_tokens(folder), vllm_h100(folder)["ratio"], _chunked(folder)
-    texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in _YARN]
+    """A column per length: first tokens in chunks of 32k and ratios, density, perplexity, RULER's mean."""
+    lengths, chunked = [tokens for tokens in _YARN if tokens > 16384], _chunked(folder)
+    timed = chunked[32768].combine_first(first_tokens(folder)).loc[lengths]  # a prompt of 32k is one chunk
     other_host = pd.DataFrame(vllm_rows(folder, "first_seconds", model=NAME, run=OTHER_HOST, chunk=8192))
-    in_8k = chunked[8192].assign(other=chunked[8192]["dense"] / other_host.groupby("prompt_tokens")["seconds"].mean())
-    in_32k = chunked[32768]["ratio"].combine_first(whole["ratio"])  # shorter prompts are one chunk
-    quality = [_mean_scores(tokens, folder) for tokens in _YARN]
+    slower = chunked[8192]["dense"] / other_host.groupby("prompt_tokens")["seconds"].mean()
+    texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in lengths]
     rows = {
-        "first token in one chunk, dense": [f"{seconds:.3f} s" for seconds in whole["dense"]],
-        "first token in one chunk, flexmask": [f"{seconds:.3f} s" for seconds in whole["sparse"]],
-        "**speedup** in chunks of 32k, by the command below": [f"**{ratio:.2f}**" for ratio in in_32k],
-        "speedup in chunks of 8k, slower and faster CPU": [
-            f"{row['other']:.1f}, {row['ratio']:.1f}".replace("nan, nan", "not run") for _, row in in_8k.reindex(_YARN).iterrows()
-        ],
-        "speedup of Llama 3.1 8B's shape, in one chunk": [
-            number(ratio).replace("-", "not run") for ratio in shape.reindex(_YARN)
-        ],
-        "blocks kept": [percent(density) for density in whole["density"]],
+        "first token, dense": [f"{seconds:.3f} s" for seconds in timed["dense"]],
+        "first token, flexmask": [f"{seconds:.3f} s" for seconds in timed["sparse"]],
+        "**speedup**, chunks of 32k": [f"**{ratio:.2f}**" for ratio in timed["ratio"]],
+        "speedup, chunks of 8k, on two hosts": [f"{slower[n]:.1f}, {chunked[8192]['ratio'][n]:.1f}" for n in lengths],
+        "blocks kept": [percent(own["density"].mean()) for own in texts],
         "perplexity: dense, change": [
             f"{np.exp(own['dense_loss'].mean()):.1f}, {np.expm1(own['d_loss'].mean()):+.1%}" for own in texts
         ],
-        "RULER, dense": [dense for dense, _ in quality],
-        "RULER, change": [change for _, change in quality],
+        "RULER: dense, change": [_mean_scores(tokens, folder) for tokens in lengths],
     }
-    return markdown_table(["prompt", *map(_named, _YARN)], [[name, *cells] for name, cells in rows.items()])
+    return markdown_table(["prompt", *map(_named, lengths)], [[name, *cells] for name, cells in rows.items()])
 
 
-def _mean_scores(tokens: int, folder: Path) -> tuple[str, str]:
+def _mean_scores(tokens: int, folder: Path) -> str:
     """Mean of the tasks with dense attention, and its change at gamma 0.9 with the interval over prompts."""
     both = scores(tokens, folder)
     if both.empty:
-        return "not run", "not run"
+        return "not run"
     change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
-    return f"{both['dense'].mean():.1f}", f"{change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
+    return f"{both['dense'].mean():.1f}, {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
 
 
 def _named(tokens: int) -> str:
