@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flexmask.integrations.serving.options import RequestOptions, has_options, noted_options, request_options
-from flexmask.integrations.serving.versions import wrong_arguments
+from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
@@ -99,7 +99,7 @@ def tell_requests(vllm_config: Any) -> None:
 
         name = "_update_states"
     runner: Any = model_runner.GPUModelRunner
-    faults = wrong_arguments(f"GPUModelRunner.{name}", getattr(runner, name, None), ("scheduler_output",))
+    faults = faults_in({"GPUModelRunner": runner}, {f"GPUModelRunner.{name}": ("scheduler_output",)})
     if faults:
         raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
 

@@ -1,8 +1,10 @@
 """The gate of releases of both engines, the releases that the extras install, and the environments of their tests."""
 
+import dataclasses
+
 import pytest
 
-from flexmask.integrations.serving.versions import absent_names, check_release, release_of, wrong_arguments
+from flexmask.integrations.serving.versions import check_release, faults_in, release_of
 from flexmask.integrations.sglang.versions import RUN as SGLANG
 from flexmask.integrations.vllm.versions import RUN as VLLM
 from tests.repository import ROOT
@@ -38,18 +40,37 @@ def test_older_releases_that_were_not_run_are_refused(engine, version):
         check_release(engine, version, RUN[engine], [])
 
 
-def test_faults_name_what_is_needed_and_what_is_there():
-    def function(layer, anything, key):
+class Has:
+    field: int
+    __struct_fields__ = ("other",)
+
+    def __init__(self):
+        self.set = 1
+
+    def function(self, layer, anything, key):
         """Take three arguments."""
 
-    assert wrong_arguments("f", function, ("layer", None, "key")) == []
-    assert wrong_arguments("f", function, ("layer", "key")) == ["f must take layer, key; got layer, anything, key"]
-    assert wrong_arguments("f", function, ("layer", None, "key", "more")) == [
-        "f must take layer, ..., key, more; got layer, anything, key"
-    ]
-    assert wrong_arguments("f", None, ("layer",)) == ["f must take layer; got none"]
-    assert absent_names("Batch", {"one"}, {"one", "two"}) == []
-    assert absent_names("Batch", {"two", "one", "three"}, ["three"]) == ["Batch must have one, two"]
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "fault"),
+    [
+        ("Has.function", ("layer", None, "key"), None),
+        ("Has.function", ("layer", "key"), "Has.function must take layer, key; got layer, anything, key"),
+        (
+            "Has.function",
+            ("layer", None, "key", "more"),
+            "Has.function must take layer, ..., key, more; got layer, anything, key",
+        ),
+        ("Has.absent", ("layer",), "Has.absent must take layer; got none"),
+        ("Has", {"field", "other", "set", "function"}, None),
+        ("Has", {"two", "set", "one"}, "Has must have one, two"),
+        ("a set", {"one"}, None),
+        ("a set", {"one", "three"}, "a set must have three"),
+    ],
+)
+def test_faults_name_what_is_needed_and_what_is_there(name, wanted, fault):
+    found = {"Has": dataclasses.dataclass(init=False)(Has), "a set": {"one", "two"}}
+    assert faults_in(found, {name: wanted}) == ([] if fault is None else [fault])
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
 """Refused servers and interfaces, the kernel for everything else, and the largest call."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
-from flexmask.integrations.serving.versions import fields_of
+from flexmask.integrations.serving import versions
 from flexmask.integrations.sglang.backend import largest_call, make_backend
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
 from flexmask.integrations.sglang.options import stock_kernel
@@ -88,7 +87,6 @@ def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, tokens,
 
 def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
     pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
-    from sglang.srt import server_args
     from sglang.srt.layers import radix_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
@@ -99,8 +97,8 @@ def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
             pass
 
     monkeypatch.setattr(radix_attention, "RadixAttention", Other)
-    options = dataclasses.make_dataclass("ServerArgs", fields_of(server_args.ServerArgs) - {"enable_pdmux"})
-    monkeypatch.setattr(server_args, "ServerArgs", options)
+    names_of = versions.names_of
+    monkeypatch.setattr(versions, "names_of", lambda thing: names_of(thing) - {"enable_pdmux"})
     told = "; ".join(interface_faults(Other))
     assert "backend.forward_extend must take q, k, v, layer, forward_batch, save_kv_cache; got none" in told
     assert "backend.init_forward_metadata_out_graph must take forward_batch; got none" in told

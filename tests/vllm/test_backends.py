@@ -149,7 +149,7 @@ def test_interfaces_that_are_others_are_named(monkeypatch):
         patch.setattr(Stock.get_impl_cls(), "__init__", lambda self, num_heads: None)
         patch.setattr(Stock, "forward_includes_kv_cache_update", True)
         faults = interface_faults(Stock)
-    wanted = ("builder.build must take common_prefix_len", "arguments must have alibi_slopes", "implementation must have scale")
+    wanted = ("builder.build must take common_prefix_len", "implementation must have scale", "arguments must have alibi_slopes")
     for part, fault in zip((*wanted, "in the cache before forward"), faults, strict=True):
         assert part in fault
     with monkeypatch.context() as patch:
