@@ -108,21 +108,21 @@ class SparsePrefill(Stock):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
     def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
-        self.flexmask, self.flexmask_others = engine, others
+        self.flexmask_engine, self.flexmask_others = engine, others
         self.flexmask_step: Step | None = None
         super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the step, and make the metadata of all rows for layers that run stock."""
         super().init_forward_metadata(forward_batch)
-        step = self.flexmask.step(forward_batch)
+        step = self.flexmask_engine.step(forward_batch)
         if step is not None and step.stock_batch is not None:
             self.flexmask_others.init_forward_metadata(step.stock_batch)
         self.flexmask_step = step
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        self.flexmask_step = self.flexmask.planned = None
+        self.flexmask_step = self.flexmask_engine.planned = None
         super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
@@ -139,11 +139,11 @@ class SparsePrefill(Stock):  # type: ignore[misc]
 
         Without `save_kv_cache` another kernel has written the cache.
         """
-        engine, step, stock = self.flexmask, self.flexmask_step, super().forward_extend
+        engine, step, stock = self.flexmask_engine, self.flexmask_step, super().forward_extend
         role = engine.roles.get(layer)  # None: not the model's
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
-        reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
+        reason = None if step is None else _call_reason(step, k, v, forward_batch, options)
         if reason is not None:
             engine.counters.warn_once(reason)
         if engine.planned is not None:
@@ -177,7 +177,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         return out
 
 
-def _stock_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
+def _call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
     """Why a layer runs a planned step stock, if so."""
     if step.lengths != lengths_of(forward_batch):
         return "layers get another batch than was planned"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.options import NAME, backends_of
-from flexmask.integrations.sglang.step import Step, rows_of, step_of, stock_reason
+from flexmask.integrations.sglang.step import Step, rows_of, step_of, step_reason
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
@@ -80,23 +79,21 @@ class SGLangEngine(Engine):
         self._held: torch.Tensor | None = None
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
-                reason = stock_reason_of(layer, self.pool, runner.dtype)
+                reason = layer_reason(layer, self.pool, runner.dtype)
                 self.roles[layer] = reason or role_of_shape(shape_of(layer), layer.layer_id, options.settings, rank, ranks)
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Log the roles, compile, and on a GPU hold the memory of the largest call (`Engine.start`) until the first request."""
+        """Log the roles, compile, and on a GPU hold the memory of the largest call until the first request."""
         from sglang.srt.utils import DynamicGradMode
-
-        def hold(call: Callable[[], None]) -> None:
-            needed = bytes_of(call, device)
-            torch.cuda.empty_cache()
-            self._held = torch.empty(needed, dtype=torch.uint8, device=device)
 
         # as SGLang runs its steps: what is compiled in another mode is not used
         with DynamicGradMode():
             try:
-                measure = hold if device.type == "cuda" else None
-                self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first, measure=measure)
+                self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first)
+                if device.type == "cuda" and self.sparse_layers:
+                    needed = bytes_of(lambda: self.reserve(largest, device, dtype), device)
+                    torch.cuda.empty_cache()
+                    self._held = torch.empty(needed, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError as error:
                 raise RuntimeError(
                     f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
@@ -112,7 +109,7 @@ class SGLangEngine(Engine):
             self.planned = None
             return None
         requested = [self.requested.get(name) for name in forward_batch.rids or ()]
-        plan = self.plan(*rows, None if is_dummy else stock_reason(forward_batch), requested=requested)
+        plan = self.plan(*rows, None if is_dummy else step_reason(forward_batch), requested=requested)
         self.planned = None if is_dummy else plan
         if not plan.sparse:
             return None
@@ -141,7 +138,7 @@ def shape_of(layer: Any) -> LayerShape:
     )
 
 
-def stock_reason_of(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
     """Why a layer runs stock in every step, if so; its keys and values are in `pool`."""
     if type(pool).__name__ in MIXTURES:
         pool = pool.full_kv_pool

@@ -47,7 +47,7 @@ def lengths_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
     return None if rows is None or cached is None else ([int(number) for number in rows], [int(number) for number in cached])
 
 
-def stock_reason(forward_batch: Any) -> str | None:
+def step_reason(forward_batch: Any) -> str | None:
     """Why no prompt of a batch runs sparse, if so."""
     given = [name for name in STOCK_FIELDS if getattr(forward_batch, name, None) is not None]
     if given:

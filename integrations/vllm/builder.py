@@ -34,13 +34,13 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **options: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)
-        self._engine = engine_of(vllm_config)
-        self._engine.prepare(device, in_profile=False)
-        is_sparse = any(isinstance(self._engine.roles.get(name), SparseLayer) for name in layer_names)
+        self.flexmask_engine = engine_of(vllm_config)
+        self.flexmask_engine.prepare(device, in_profile=False)
+        is_sparse = any(isinstance(self.flexmask_engine.roles.get(name), SparseLayer) for name in layer_names)
         self._plans = is_sparse and type(self) is self.flexmask_own
         if is_sparse and not self._plans:
-            self._engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
-        self._policy = self._engine.options.policy  # of latent attention another
+            self.flexmask_engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
+        self._policy = self.flexmask_engine.options.policy  # of latent attention another
         tell_requests(vllm_config)
 
     @classmethod
@@ -88,10 +88,12 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
-        return self._engine.plan(starts, seq_lens, stock_reason(common), is_prefilling, self._engine.requested, self._policy)
+        return self.flexmask_engine.plan(
+            starts, seq_lens, step_reason(common), is_prefilling, self.flexmask_engine.requested, self._policy
+        )
 
 
-def stock_reason(common: Any) -> str | None:
+def step_reason(common: Any) -> str | None:
     """Why all rows of a step run stock, if so."""
     if common.causal is not True:
         return "attention of a step is not causal"

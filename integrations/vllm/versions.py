@@ -51,7 +51,7 @@ _LATENT: dict[str, tuple[str, ...] | set[str]] = {
     ),
     "MLAAttention.forward_impl": ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"),
     # without those that nothing reads
-    "the implementation's arguments": (ARGUMENTS | LATENT_ARGUMENTS) - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
+    "the implementation's arguments": LATENT_ARGUMENTS - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
     "builder": {"query_len_support", "reorder_batch_threshold", "_prefill_backend"},
     "MLAPrefillBackend": {"clone"},
     "metadata of latent attention": {"num_decodes", "num_decode_tokens"},

@@ -9,7 +9,7 @@ import torch
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.sglang.engine import SGLangEngine
-from flexmask.integrations.sglang.step import STOCK_FIELDS, stock_reason
+from flexmask.integrations.sglang.step import STOCK_FIELDS, step_reason
 from flexmask.settings import PrefillSettings
 
 SETTINGS = PrefillSettings(dense_below=100, block_size=32)
@@ -73,11 +73,11 @@ def test_other_steps_have_no_plan(mode):
 )
 def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason):
     batch = batch_of()
-    assert stock_reason(batch) is None
+    assert step_reason(batch) is None
     setattr(batch, name, value)
     plan = plan_of(batch)
     assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, dense_tokens)
-    assert stock_reason(batch) == reason
+    assert step_reason(batch) == reason
 
 
 def test_the_rest_of_a_step_is_a_batch_of_its_own():

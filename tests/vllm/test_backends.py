@@ -101,10 +101,11 @@ def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
     measure_latent_layers()
     measure_latent_layers()
     query = torch.zeros(1)
-    for impl in (SimpleNamespace(flexmask_prepare=prepared.append), SimpleNamespace()):
+    engine = SimpleNamespace(prepare=lambda *device, in_profile: prepared.append((*device, in_profile)))
+    for impl in (SimpleNamespace(flexmask_engine=engine), SimpleNamespace()):
         for metadata in (None, "a step"):
             MLAAttention.forward_impl(SimpleNamespace(impl=impl), query, 1, 2, 3, metadata, output=4)
-    assert prepared == [query.device]
+    assert prepared == [(query.device, True)]
     assert ran == [((query, 1, 2, 3, metadata), {"output": 4}) for metadata in (None, "a step")] * 2
 
 

@@ -13,11 +13,12 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from flexmask.integrations.serving.engine import Engine
+from flexmask.integrations.serving.layers import role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.vllm import builder as builder_module
 from flexmask.integrations.vllm import impl as impl_module
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
-from flexmask.integrations.vllm.engine import role_of
+from flexmask.integrations.vllm.engine import layer_reason, shape_of
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
 from flexmask.settings import PrefillSettings
 from tests.expected import masked_attention
@@ -51,7 +52,7 @@ class StockBuilder:
 
 
 class StockImpl:
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None, kv_cache_dtype="auto"):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None, kv_cache_dtype="auto", lookback=-1, **others):
         self.scale, self.sinks, self.calls = scale, sinks, []
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
@@ -84,7 +85,7 @@ class OneLayer(Engine):
         super().__init__(options, log)
         self.settings, self.prepared, self.keys = options.settings, [], []
         self.roles = {"stock": "in dense_layers"}
-        self.role_of(LAYER.layer_name, "", {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}, {})
+        self.settle(LAYER.layer_name, "", {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2})
 
     def prepare(self, device, in_profile):
         self.prepared.append((device.type, in_profile))
@@ -93,8 +94,8 @@ class OneLayer(Engine):
         self.keys.append(key)
         return super().attend(role, request, query, key, *rest)
 
-    def role_of(self, name, model, given, defaults):
-        self.roles[name] = role_of(0, given, {}, self.settings, torch.float32)
+    def settle(self, name, model, given):
+        self.roles[name] = layer_reason(given, torch.float32) or role_of_shape(shape_of(given), 0, self.settings)
         return self.roles[name]
 
 
@@ -112,7 +113,7 @@ def engine(monkeypatch):
 def parts(engine):
     builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
     builder_class.flexmask_own = builder_class
-    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
+    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS, lookback=-1, indexer=None)
     return builder_class(None, [LAYER.layer_name], CONFIG, torch.device("cpu")), impl
 
 
