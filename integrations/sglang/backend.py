@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
-from flexmask.integrations.serving.options import has_options, request_options
+from flexmask.integrations.serving.options import request_options
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options, stock_kernel
@@ -47,9 +47,9 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Called after a request is made; ValueError is its answer."""
     params = tokenized.sampling_params
     given = getattr(params, "custom_params", None) or {}
-    if not has_options(given) or backends_of(resolved(manager.server_args))[0] != NAME:
+    if not given or backends_of(resolved(manager.server_args))[0] != NAME:
         return
-    requested = request_options(given, serving_options(KERNELS[0], manager.model_config.hf_config).settings)
+    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config).settings)
     if requested is not None:
         params.custom_params = requested.noted(given)
         tokenized.extra_key = f"{tokenized.extra_key or ''}{requested.salt}"
@@ -126,14 +126,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
         """Attention of the prompts of one step, in the shape of the queries; see the stock backend.
 
@@ -148,7 +141,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
             engine.counters.warn_once(reason)
         if engine.planned is not None:
             engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
-        if step is None or k is None or v is None or reason is not None:
+        if step is None or reason is not None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.options import NAME, backends_of
-from flexmask.integrations.sglang.step import Step, rows_of, step_of, step_reason
+from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
@@ -102,18 +104,21 @@ class SGLangEngine(Engine):
 
     def step(self, forward_batch: Any) -> Step | None:
         """Plan one step; None: all of it runs stock."""
-        is_dummy, rows = forward_batch.rids is None, rows_of(forward_batch)
+        is_dummy, self.planned = forward_batch.rids is None, None
         if not is_dummy:
             self._held = None
-        if rows is None:
-            self.planned = None
+        if forward_batch.forward_mode.name not in PROMPTS:
             return None
+        # without lengths one request, which runs stock
+        lengths = lengths_of(forward_batch) or ([forward_batch.extend_num_tokens or 0], [0])
+        rows, cached = lengths
+        reason = None if is_dummy else step_reason(forward_batch)
         requested = [self.requested.get(name) for name in forward_batch.rids or ()]
-        plan = self.plan(*rows, None if is_dummy else step_reason(forward_batch), requested=requested)
+        plan = self.plan([0, *accumulate(rows)], [*map(add, rows, cached)], reason, requested=requested)
         self.planned = None if is_dummy else plan
         if not plan.sparse:
             return None
-        step = step_of(forward_batch, plan, self.req_to_token)
+        step = step_of(forward_batch, plan, lengths, self.req_to_token)
         if self._translator is not None and step.stock_batch is not None:
             self._translator.own_plan(step.stock_batch).bind(step.stock_batch, self._translator)
         return step
