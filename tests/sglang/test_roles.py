@@ -123,8 +123,3 @@ def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_m
     ours.step([(0, 200, 1)], ForwardMode.DECODE)
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
     assert counters.density is not None
-    # planned, and then replayed in a graph
-    ours.step([(0, 0, 200)])
-    assert ours.engine.planned is not None
-    ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
-    assert ours.engine.planned is None
