@@ -1,7 +1,8 @@
 """SGLang's attention backend "flexmask", a stock backend whose long prompts run sparse, and its registration.
 
-The entry point ``sglang.srt.plugins: flexmask`` is `register`. SGLang's tokenizer process reads the options of single requests,
-in ``custom_params``; `tell_requests` tells the scheduler's.
+The entry point ``sglang.srt.plugins: flexmask`` is `register`. `make_backend` makes an `SGLangEngine` (engine.py), which plans
+each step; `SparsePrefill.forward_extend` passes its long prompts to `Engine.attend` (serving/engine.py). SGLang's tokenizer
+process reads the options of single requests, in ``custom_params``; `tell_requests` tells the scheduler's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's backends with sparse prefill, each made at its first look-up by name."""
+"""vLLM's backends with sparse prefill, each made at its first look-up by name: `builder` plans a step, `impl` runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metadata builder, which also plans each step."""
+"""The metadata builder, which also plans each step (`Engine.plan`), for `impl`."""
 
 from __future__ import annotations
 

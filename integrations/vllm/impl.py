@@ -1,4 +1,4 @@
-"""The attention implementation: the stock one without the long prefills of sparse layers."""
+"""The attention implementation: the stock one without the long prefills of sparse layers, which go to `Engine.attend`."""
 
 from __future__ import annotations
 

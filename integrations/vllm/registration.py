@@ -1,4 +1,4 @@
-"""The entry point ``vllm.general_plugins: flexmask``: it registers names, and reads the options of requests.
+"""The entry point ``vllm.general_plugins: flexmask``: it registers the names in `backends`, and reads the options of requests.
 
 vLLM's front end reads the options of single requests, and its model runner tells them to the engine.
 """
