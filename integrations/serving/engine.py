@@ -77,20 +77,14 @@ class Engine:
 
     def count(self, role: SparseLayer, plan: StepPlan, is_sparse: bool) -> None:
         """Count the tokens of a step, as planned or all of them dense; the first sparse layer counts for all."""
-        if role is next((layer for layer in self.roles.values() if isinstance(layer, SparseLayer)), None):
+        if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
             sparse = plan.sparse_tokens if is_sparse else 0
             self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
 
     def attend(
-        self,
-        role: SparseLayer,
-        request: SparseRequest,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None = None,
-        is_counted: bool = True,
-    ) -> Tensor:
+        self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,
+        sinks: Tensor | None = None, is_counted: bool = True,
+    ) -> Tensor:  # fmt: skip
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
         statistics = self.counters.statistics if self.options.count_density else ()
         out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics)
