@@ -137,7 +137,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         role = engine.roles.get(layer)  # None: not the model's
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
-        reason = None if step is None else _call_reason(step, k, v, forward_batch, options)
+        reason = None if step is None else call_reason(step, k, v, forward_batch, options)
         if reason is not None:
             engine.counters.warn_once(reason)
         if engine.planned is not None:
@@ -171,7 +171,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         return out
 
 
-def _call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
+def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
     """Why a layer runs a planned step stock, if so."""
     if step.lengths != lengths_of(forward_batch):
         return "layers get another batch than was planned"

@@ -8,8 +8,8 @@ from typing import Any
 from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
-RUN: dict[tuple[int, ...], str] = {(0, 5, 16): "one H200 and CPUs", (0, 5, 23): "one H100 and CPUs"}
-"""By release: where tests/sglang ran on it"""
+RUN = ((0, 5, 16), (0, 5, 23))
+"""Where: docs/serving.md"""
 # arguments of a layer that say whether it is served; another one may change attention
 _LAYER_ARGUMENTS = {
     "num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "logit_cap", "v_head_dim", "sliding_window_size",

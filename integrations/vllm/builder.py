@@ -15,7 +15,7 @@ from flexmask.integrations.vllm.pages import PageTable
 from flexmask.integrations.vllm.registration import tell_requests
 
 
-class SparseStep(NamedTuple):
+class Step(NamedTuple):
     plan: StepPlan
     stock: tuple[Any, ...]  # metadata per stock span
     page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none
@@ -76,7 +76,7 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
             parts = [self._part(part) for part in split_attn_metadata(slices, common_attn_metadata)]
         pages = common_attn_metadata.block_table_tensor
         page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in plan.sparse)
-        metadata.flexmask_step = SparseStep(plan, tuple(parts), page_tables)
+        metadata.flexmask_step = Step(plan, tuple(parts), page_tables)
         return metadata
 
     def _part(self, common: Any) -> Any:

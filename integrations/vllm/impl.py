@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config
 
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
-from flexmask.integrations.vllm.builder import SparseStep
+from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import DRAFT, LATENT_ARGUMENTS, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
@@ -37,9 +37,9 @@ class FindsItsRole(Stock):  # type: ignore[misc]
         if self._role is None:
             self._role = self.flexmask_engine.settle(name, self._model, self._given)
 
-    def sparse_step(self, attn_metadata: Any) -> tuple[SparseLayer, SparseStep] | None:
+    def sparse_step(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
         """The role of a layer and the planned step, if the layer runs it sparse; counts the step's tokens."""
-        step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
+        step: Step | None = getattr(attn_metadata, "flexmask_step", None)
         role, scale = self._role, float(self.scale)
         if step is None or not isinstance(role, SparseLayer):
             return None

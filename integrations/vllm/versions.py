@@ -10,13 +10,8 @@ import torch
 from flexmask.integrations.serving.versions import faults_in, names_in
 from flexmask.integrations.vllm.engine import ARGUMENTS, LATENT_ARGUMENTS
 
-RUN: dict[tuple[int, ...], str] = {
-    (0, 26): "one and two H200s, latent attention on one, and CPUs",
-    (0, 29): "CPUs",
-    (0, 32): "CPUs",
-    (0, 33): "one H100, its Python files on CPUs",
-}
-"""By release: where it ran, 0.26 to 0.32 in tests/vllm"""
+RUN = ((0, 26), (0, 29), (0, 32), (0, 33))
+"""Where: docs/serving.md"""
 # as `faults_in` takes them: what the plug-in overrides, calls and reads
 _EVERY: dict[str, tuple[str, ...] | set[str]] = {
     "builder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),

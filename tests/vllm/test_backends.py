@@ -25,15 +25,9 @@ NAMES += ["SparseCPULatentAttention"] if HAS_LATENT else []
 
 @pytest.fixture
 def overrides():
-    _clear()
     yield
-    _clear()
-
-
-def _clear():
-    for name in ("CUSTOM", "CPU_ATTN", "CPU_MLA"):
-        if name in AttentionBackendEnum.__members__:
-            AttentionBackendEnum[name].clear_override()
+    for each in AttentionBackendEnum:
+        each.clear_override()
 
 
 @pytest.mark.parametrize("name", NAMES)
