@@ -37,7 +37,7 @@ class FindsItsRole(Stock):  # type: ignore[misc]
         if self._role is None:
             self._role = self.flexmask_engine.settle(name, self._model, self._given)
 
-    def sparse_step(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
+    def flexmask_planned(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
         """The role of a layer and the planned step, if the layer runs it sparse; counts the step's tokens."""
         step: Step | None = getattr(attn_metadata, "flexmask_step", None)
         role, scale = self._role, float(self.scale)
@@ -81,7 +81,7 @@ class SparsePrefillImpl(FindsItsRole):
             self.flexmask_engine.prepare(query.device, in_profile=True)
         else:
             self.flexmask_settle(layer.layer_name)
-        planned = self.sparse_step(attn_metadata)
+        planned = self.flexmask_planned(attn_metadata)
         if planned is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         role, step = planned
@@ -124,7 +124,7 @@ class SparseLatentImpl(FindsItsRole):
         output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The prefills of one step, whose rows follow those of decoding."""
-        planned = self.sparse_step(attn_metadata)
+        planned = self.flexmask_planned(attn_metadata)
         if planned is None:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
