@@ -28,9 +28,6 @@ REFUSED = {
     "enable_lmcache": "LMCache",
 }
 MUST_BE_ONE = ("attn_cp_size", "dcp_size")
-POOLS = ("MHATokenToKVPool",)  # pools of keys and values that are written and read row by row
-# a pool of the attention layers, of such a kind, beside those that keep a state
-MIXTURES = ("HybridLinearKVPool",)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -145,13 +142,15 @@ def shape_of(layer: Any) -> LayerShape:
 
 def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
     """Why a layer runs stock in every step, if so; its keys and values are in `pool`."""
-    if type(pool).__name__ in MIXTURES:
+    # a pool of the attention layers beside those that keep a state
+    if type(pool).__name__ == "HybridLinearKVPool":
         pool = pool.full_kv_pool
     if layer.attn_type.value != "decoder":
         return f"attention of type {layer.attn_type.value}"
     if layer.is_cross_attention:
         return "cross attention"
-    if type(pool).__name__ not in POOLS:
+    # the pool that is written and read row by row
+    if type(pool).__name__ != "MHATokenToKVPool":
         return f"a cache of type {type(pool).__name__}"
     if getattr(pool, "is_quantized_kv_cache", False):
         return "a quantized cache"

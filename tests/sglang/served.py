@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
 class Served:
     """One layer's cache, a backend over it, and requests in steps."""
 
-    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", stock=TorchNativeAttnBackend, **layer):
+    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", **layer):
         torch.manual_seed(0)
         self.model = Model(**layer)
         self.pool = self.make_pool(cache)
@@ -38,7 +38,7 @@ class Served:
         self.runner = SimpleNamespace(
             device="cpu", dtype=torch.float32, model=self.model, token_to_kv_pool=self.pool, req_to_token_pool=self.requests
         )
-        self.backend = stock(self.runner)
+        self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
             self.engine = SGLangEngine(self.runner, ServingOptions(settings, kernel))
             self.backend = sparse(self.backend, self.runner, self.engine)

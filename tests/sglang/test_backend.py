@@ -97,13 +97,9 @@ def test_padding_rows_are_zero_in_an_output_that_sglang_may_give():
     assert out.data_ptr() == given.data_ptr() and not given.isnan().any()
 
 
-class OnlyNamed(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not there where types are checked
-    def forward_extend(self, *arguments, **options):
-        return "stock"
-
-
-def test_steps_in_cuda_graphs_and_of_decoding_run_stock():
-    ours = Served(SPARSE, stock=OnlyNamed)
+def test_steps_in_cuda_graphs_and_of_decoding_run_stock(monkeypatch):
+    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *_: "stock")
+    ours = Served(SPARSE)
     ours.step([(0, 0, 200)])
     assert ours.backend.flexmask_step is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
