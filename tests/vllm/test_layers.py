@@ -13,15 +13,7 @@ from flexmask.integrations.vllm.engine import layer_number, layer_reason, shape_
 from flexmask.settings import PrefillSettings
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
-GIVEN: dict[str, Any] = {
-    "num_heads": 4,
-    "head_size": 64,
-    "scale": 0.125,
-    "num_kv_heads": 2,
-    "alibi_slopes": None,
-    "kv_cache_dtype": "auto",
-}
-GIVEN |= {"sliding_window": None, "logits_soft_cap": None, "attn_type": Kind.DECODER, "kv_sharing_target_layer_name": None}
+GIVEN = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, "attn_type": Kind.DECODER}
 
 
 def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
