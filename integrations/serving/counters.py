@@ -53,8 +53,7 @@ class Counters:
             if self._metric is not None:
                 self._metric.labels("sparse").inc(sparse)
                 self._metric.labels("dense").inc(dense)
-        if self._logger is not None and sparse + dense > 0 and time.monotonic() - self._logged >= self._log_every:
-            self._logged = time.monotonic()
+        if sparse + dense > 0 and time.monotonic() - self._logged >= self._log_every:
             self.log()
 
     @property
@@ -91,8 +90,8 @@ class Counters:
         """Log the report now if `log_to` was called; the first time that heads keep little also these."""
         if self._logger is None:
             return
+        self._logged, self._looks_next = time.monotonic(), True
         self._logger.info("%s", self.report())
-        self._looks_next = True
         low = self.low_heads()
         if low is not None:
             self._warn_once("heads", f"flexmask: {low}")

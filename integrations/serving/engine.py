@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,19 +38,13 @@ class Engine:
         return [role for role in self.roles.values() if isinstance(role, SparseLayer)]
 
     def start(
-        self,
-        largest: tuple[int, int],
-        device: torch.device,
-        dtype: torch.dtype,
-        kernel: str,
-        policy: DensePolicy | None = None,
-        is_first: bool = True,
-        measure: Callable[[Callable[[], None]], object] | None = None,
-    ) -> None:
+        self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype, kernel: str,
+        policy: DensePolicy | None = None, is_first: bool = True,
+    ) -> None:  # fmt: skip
         """Log the roles and compile, in the grad mode of requests.
 
         `largest` is the last chunk of the longest prompt, its rows and tokens; `kernel` the engine's name of its own; `is_first`
-        the rank that logs. `measure` is called with the largest call, to make it while memory is measured.
+        the rank that logs.
         """
         policy = policy or self.options.policy
         reason = policy.by_size(*largest)
@@ -59,47 +53,38 @@ class Engine:
             self.roles = {name: why if isinstance(role, SparseLayer) else role for name, role in self.roles.items()}
         if is_first:
             self._log.info("%s", roles_line(self.roles.values(), self.options, kernel, policy.least_rows))
-        layers, counts = self.sparse_layers, self.options.count_density
-        if not layers:
+        if not self.sparse_layers:
             return
-        seconds = warm_up(layers, largest, device, dtype, counts)
-        if measure is not None:
-            measure(lambda: reserve(layers, largest, device, dtype, counts))
+        seconds = warm_up(self.sparse_layers, largest, device, dtype, self.options.count_density)
         if is_first:
             self._log.info("flexmask: kernels compiled in %.1f s", seconds)
             self.counters.log_to(self._log, self.options.log_every)
 
+    def reserve(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+        """Make the largest call, on CUDA, to have its memory measured."""
+        reserve(self.sparse_layers, largest, device, dtype, self.options.count_density)
+
     def plan(
-        self,
-        starts: Sequence[int],
-        seq_lens: Sequence[int] | None,
-        stock_reason: str | None = None,
-        is_prefilling: Sequence[bool] | None = None,
-        requested: Sequence[RequestOptions | None] = (),
+        self, starts: Sequence[int], seq_lens: Sequence[int] | None, reason: str | None = None,
+        is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
         policy: DensePolicy | None = None,
-    ) -> StepPlan:
+    ) -> StepPlan:  # fmt: skip
         """`plan_step`; with a reason, which is logged once, all rows run stock."""
-        if stock_reason is not None:
-            self.counters.warn_once(stock_reason)
+        if reason is not None:
+            self.counters.warn_once(reason)
             seq_lens = None
         return plan_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested)
 
     def count(self, role: SparseLayer, plan: StepPlan, is_sparse: bool) -> None:
         """Count the tokens of a step, as planned or all of them dense; the first sparse layer counts for all."""
-        if role is next((layer for layer in self.roles.values() if isinstance(layer, SparseLayer)), None):
+        if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
             sparse = plan.sparse_tokens if is_sparse else 0
             self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
 
     def attend(
-        self,
-        role: SparseLayer,
-        request: SparseRequest,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None = None,
-        is_counted: bool = True,
-    ) -> Tensor:
+        self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,
+        sinks: Tensor | None = None, is_counted: bool = True,
+    ) -> Tensor:  # fmt: skip
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
         statistics = self.counters.statistics if self.options.count_density else ()
         out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics)

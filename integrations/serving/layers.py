@@ -1,4 +1,4 @@
-"""A layer whose long prefills run sparse, on one rank, and its attention."""
+"""A layer whose long prefills run sparse, on one rank, and its attention, by `flexmask.attend`."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,12 +99,11 @@ def noted_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
     return None if read is None else RequestOptions(*read)
 
 
-def has_options(given: Mapping[str, Any] | None) -> bool:
-    return any(name.startswith(_PREFIX) for name in given or ())
+def request_options(given: Any, settings: Callable[[], PrefillSettings]) -> RequestOptions | None:
+    """A request's options, None if they are the server's; ValueError, its answer, for unknown names and wrong values.
 
-
-def request_options(given: Any, settings: PrefillSettings) -> RequestOptions | None:
-    """A request's options, None if they are the server's; ValueError, its answer, for unknown names and wrong values."""
+    `settings` reads the server's, which a gamma needs.
+    """
     given = given if isinstance(given, Mapping) else {}
     unknown = sorted(name for name in given if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
     if unknown:
@@ -112,17 +111,17 @@ def request_options(given: Any, settings: PrefillSettings) -> RequestOptions | N
     gamma, dense = given.get(GAMMA), given.get(DENSE, False)
     if dense not in (False, True):  # JSON of some engines has no booleans: 0 and 1
         raise ValueError(f"{DENSE} must be true or false; got {dense!r}")
-    if gamma is not None:
-        if dense:
-            raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
-        selector = settings.selector()
-        if "gamma" not in selector.method.shares:
-            raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.method.name!r}")
-        if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
-            raise ValueError(f"{GAMMA} must be a number; got {type(gamma).__name__}")
-        try:
-            selector.method.checked(selector.block_size, {**selector.options, "gamma": gamma})
-        except ValueError as error:
-            raise ValueError(f"{_PREFIX}{error}") from None
-        return RequestOptions(gamma=float(gamma))
-    return RequestOptions(dense=True) if dense else None
+    if gamma is None:
+        return RequestOptions(dense=True) if dense else None
+    if dense:
+        raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
+    selector = settings().selector()
+    if "gamma" not in selector.method.shares:
+        raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.method.name!r}")
+    if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
+        raise ValueError(f"{GAMMA} must be a number; got {type(gamma).__name__}")
+    try:
+        selector.method.checked(selector.block_size, {**selector.options, "gamma": gamma})
+    except ValueError as error:
+        raise ValueError(f"{_PREFIX}{error}") from None
+    return RequestOptions(gamma=float(gamma))

@@ -41,12 +41,9 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(
-    query_start_loc: Sequence[int],
-    seq_lens: Sequence[int] | None,
-    policy: DensePolicy,
-    is_prefilling: Sequence[bool] | None = None,
-    requested: Sequence[RequestOptions | None] = (),
-) -> StepPlan:
+    query_start_loc: Sequence[int], seq_lens: Sequence[int] | None, policy: DensePolicy,
+    is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
+) -> StepPlan:  # fmt: skip
     """Plan one step from the requests' first rows, the end of the last, and tokens including this step's.
 
     Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
@@ -55,7 +52,6 @@ def plan_step(
     seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens
     sparse: list[SparseRequest] = []
     stock: list[StockSpan] = []
-    span: StockSpan | None = None
     sparse_tokens = dense_tokens = 0
     for index, (start, stop, seq_len) in enumerate(zip(query_start_loc, query_start_loc[1:], seq_lens, strict=False)):
         rows = stop - start
@@ -66,12 +62,10 @@ def plan_step(
         if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
             sparse.append(SparseRequest(index, start, stop, seq_len, options.gamma))
             sparse_tokens += rows
-            span = None
             continue
         dense_tokens += rows if prefills else 0
-        if span is None:
-            span = StockSpan(index, index + 1, start, stop)
-            stock.append(span)
+        if stock and stock[-1].stop == start:
+            stock[-1] = stock[-1]._replace(last=index + 1, stop=stop)
         else:
-            span = stock[-1] = StockSpan(span.first, index + 1, span.start, stop)
+            stock.append(StockSpan(index, index + 1, start, stop))
     return StepPlan(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)

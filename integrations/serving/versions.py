@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
@@ -32,27 +31,32 @@ def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], f
     )
 
 
-def wrong_arguments(name: str, function: Any, wanted: tuple[str | None, ...]) -> list[str]:
-    """One fault unless a function's first arguments have these names, None for any."""
-    names = [] if function is None else [argument for argument in inspect.signature(function).parameters if argument != "self"]
-    if len(names) >= len(wanted) and all(wish in (None, got) for wish, got in zip(wanted, names, strict=False)):
-        return []
-    return [f"{name} must take {', '.join(wish or '...' for wish in wanted)}; got {', '.join(names) or 'none'}"]
+def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, ...] | set[str]]) -> list[str]:
+    """Differences of what an engine has, by name in `found`, from what is `wanted` of it.
 
-
-def wrong_functions(holders: dict[str, Any], wanted: dict[str, tuple[str | None, ...]]) -> list[str]:
-    """`wrong_arguments` of functions by ``holder.name``, where `holders` has the modules and classes that hold them."""
+    ``holder.name`` with a tuple is a function of a module or class in `found`: its first arguments have these names, None for
+    any. A name with a set is an entry of `found` that must have these names (`names_of`).
+    """
     faults = []
-    for name, arguments in wanted.items():
+    for name, wishes in wanted.items():
+        if isinstance(wishes, set):
+            absent = sorted(wishes - names_of(found[name]))
+            faults += [f"{name} must have {', '.join(absent)}"] if absent else []
+            continue
         holder, _, attribute = name.rpartition(".")
-        faults += wrong_arguments(name, getattr(holders[holder], attribute, None), arguments)
+        function = getattr(found[holder], attribute, None)
+        names = [] if function is None else [x for x in inspect.signature(function).parameters if x != "self"]
+        if len(names) < len(wishes) or any(wish not in (None, got) for wish, got in zip(wishes, names, strict=False)):
+            faults.append(f"{name} must take {', '.join(wish or '...' for wish in wishes)}; got {', '.join(names) or 'none'}")
     return faults
 
 
-def absent_names(owner: str, wanted: set[str], names: Collection[str]) -> list[str]:
-    """One fault unless all wanted names are there."""
-    absent = sorted(wanted - set(names))
-    return [f"{owner} must have {', '.join(absent)}"] if absent else []
+def names_of(thing: Any) -> set[str]:
+    """A set's own; what a module or class has, as a field of a dataclass or of msgspec too, or its ``__init__`` sets."""
+    if isinstance(thing, set):
+        return thing
+    fields = (getattr(thing, kind, ()) for kind in ("__dataclass_fields__", "__struct_fields__"))
+    return set(dir(thing)).union(*fields, names_in(thing, "__init__"))
 
 
 def names_in(owner: Any, function: str) -> set[str]:
@@ -60,8 +64,3 @@ def names_in(owner: Any, function: str) -> set[str]:
     owners = owner.__mro__ if isinstance(owner, type) else (owner,)
     codes = [getattr(vars(holder).get(function), "__code__", None) for holder in owners]
     return {name for code in codes if code is not None for name in code.co_names}
-
-
-def fields_of(cls: Any) -> set[str]:
-    """Of a dataclass, or of a struct of msgspec."""
-    return set(getattr(cls, "__struct_fields__", ())) or {field.name for field in dataclasses.fields(cls)}

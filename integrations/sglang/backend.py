@@ -1,7 +1,8 @@
 """SGLang's attention backend "flexmask", a stock backend whose long prompts run sparse, and its registration.
 
-The entry point ``sglang.srt.plugins: flexmask`` is `register`. SGLang's tokenizer process reads the options of single requests,
-in ``custom_params``; `tell_requests` tells the scheduler's.
+The entry point ``sglang.srt.plugins: flexmask`` is `register`. `make_backend` makes an `SGLangEngine` (engine.py), which plans
+each step; `SparsePrefill.forward_extend` passes its long prompts to `Engine.attend` (serving/engine.py). SGLang's tokenizer
+process reads the options of single requests, in ``custom_params``; `tell_requests` tells the scheduler's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
-from flexmask.integrations.serving.options import has_options, request_options
+from flexmask.integrations.serving.options import request_options
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options, stock_kernel
@@ -47,9 +48,9 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Called after a request is made; ValueError is its answer."""
     params = tokenized.sampling_params
     given = getattr(params, "custom_params", None) or {}
-    if not has_options(given) or backends_of(resolved(manager.server_args))[0] != NAME:
+    if not given or backends_of(resolved(manager.server_args))[0] != NAME:
         return
-    requested = request_options(given, serving_options(KERNELS[0], manager.model_config.hf_config).settings)
+    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config).settings)
     if requested is not None:
         params.custom_params = requested.noted(given)
         tokenized.extra_key = f"{tokenized.extra_key or ''}{requested.salt}"
@@ -108,47 +109,40 @@ class SparsePrefill(Stock):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
     def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
-        self.flexmask, self.flexmask_others = engine, others
+        self.flexmask_engine, self.flexmask_others = engine, others
         self.flexmask_step: Step | None = None
         super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan the step, and make the metadata of all rows for layers that run stock."""
         super().init_forward_metadata(forward_batch)
-        step = self.flexmask.step(forward_batch)
+        step = self.flexmask_engine.step(forward_batch)
         if step is not None and step.stock_batch is not None:
             self.flexmask_others.init_forward_metadata(step.stock_batch)
         self.flexmask_step = step
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        self.flexmask_step = self.flexmask.planned = None
+        self.flexmask_step = self.flexmask_engine.planned = None
         super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **options: Any,
+        self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
         """Attention of the prompts of one step, in the shape of the queries; see the stock backend.
 
         Without `save_kv_cache` another kernel has written the cache.
         """
-        engine, step, stock = self.flexmask, self.flexmask_step, super().forward_extend
+        engine, step, stock = self.flexmask_engine, self.flexmask_step, super().forward_extend
         role = engine.roles.get(layer)  # None: not the model's
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
-        reason = None if step is None else _stock_reason(step, k, v, forward_batch, options)
+        reason = None if step is None else call_reason(step, k, v, forward_batch, options)
         if reason is not None:
             engine.counters.warn_once(reason)
         if engine.planned is not None:
             engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
-        if step is None or k is None or v is None or reason is not None:
+        if step is None or reason is not None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
@@ -177,7 +171,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         return out
 
 
-def _stock_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
+def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
     """Why a layer runs a planned step stock, if so."""
     if step.lengths != lengths_of(forward_batch):
         return "layers get another batch than was planned"

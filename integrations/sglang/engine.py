@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.options import NAME, backends_of
-from flexmask.integrations.sglang.step import Step, rows_of, step_of, stock_reason
+from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
 
 _log = logging.getLogger("sglang.flexmask")
 # options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
@@ -27,9 +28,6 @@ REFUSED = {
     "enable_lmcache": "LMCache",
 }
 MUST_BE_ONE = ("attn_cp_size", "dcp_size")
-POOLS = ("MHATokenToKVPool",)  # pools of keys and values that are written and read row by row
-# a pool of the attention layers, of such a kind, beside those that keep a state
-MIXTURES = ("HybridLinearKVPool",)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -80,23 +78,21 @@ class SGLangEngine(Engine):
         self._held: torch.Tensor | None = None
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
-                reason = stock_reason_of(layer, self.pool, runner.dtype)
+                reason = layer_reason(layer, self.pool, runner.dtype)
                 self.roles[layer] = reason or role_of_shape(shape_of(layer), layer.layer_id, options.settings, rank, ranks)
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Log the roles, compile, and on a GPU hold the memory of the largest call (`Engine.start`) until the first request."""
+        """Log the roles, compile, and on a GPU hold the memory of the largest call until the first request."""
         from sglang.srt.utils import DynamicGradMode
-
-        def hold(call: Callable[[], None]) -> None:
-            needed = bytes_of(call, device)
-            torch.cuda.empty_cache()
-            self._held = torch.empty(needed, dtype=torch.uint8, device=device)
 
         # as SGLang runs its steps: what is compiled in another mode is not used
         with DynamicGradMode():
             try:
-                measure = hold if device.type == "cuda" else None
-                self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first, measure=measure)
+                self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first)
+                if device.type == "cuda" and self.sparse_layers:
+                    needed = bytes_of(lambda: self.reserve(largest, device, dtype), device)
+                    torch.cuda.empty_cache()
+                    self._held = torch.empty(needed, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError as error:
                 raise RuntimeError(
                     f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
@@ -105,18 +101,21 @@ class SGLangEngine(Engine):
 
     def step(self, forward_batch: Any) -> Step | None:
         """Plan one step; None: all of it runs stock."""
-        is_dummy, rows = forward_batch.rids is None, rows_of(forward_batch)
+        is_dummy, self.planned = forward_batch.rids is None, None
         if not is_dummy:
             self._held = None
-        if rows is None:
-            self.planned = None
+        if forward_batch.forward_mode.name not in PROMPTS:
             return None
+        # without lengths one request, which runs stock
+        lengths = lengths_of(forward_batch) or ([forward_batch.extend_num_tokens or 0], [0])
+        rows, cached = lengths
+        reason = None if is_dummy else step_reason(forward_batch)
         requested = [self.requested.get(name) for name in forward_batch.rids or ()]
-        plan = self.plan(*rows, None if is_dummy else stock_reason(forward_batch), requested=requested)
+        plan = self.plan([0, *accumulate(rows)], [*map(add, rows, cached)], reason, requested=requested)
         self.planned = None if is_dummy else plan
         if not plan.sparse:
             return None
-        step = step_of(forward_batch, plan, self.req_to_token)
+        step = step_of(forward_batch, plan, lengths, self.req_to_token)
         if self._translator is not None and step.stock_batch is not None:
             self._translator.own_plan(step.stock_batch).bind(step.stock_batch, self._translator)
         return step
@@ -141,15 +140,17 @@ def shape_of(layer: Any) -> LayerShape:
     )
 
 
-def stock_reason_of(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
+def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
     """Why a layer runs stock in every step, if so; its keys and values are in `pool`."""
-    if type(pool).__name__ in MIXTURES:
+    # a pool of the attention layers beside those that keep a state
+    if type(pool).__name__ == "HybridLinearKVPool":
         pool = pool.full_kv_pool
     if layer.attn_type.value != "decoder":
         return f"attention of type {layer.attn_type.value}"
     if layer.is_cross_attention:
         return "cross attention"
-    if type(pool).__name__ not in POOLS:
+    # the pool that is written and read row by row
+    if type(pool).__name__ != "MHATokenToKVPool":
         return f"a cache of type {type(pool).__name__}"
     if getattr(pool, "is_quantized_kv_cache", False):
         return "a quantized cache"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ _LISTS = ("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_logprob_start
 _ROWS = ("input_ids", "positions", "out_cache_loc")  # one a row
 
 
+Lengths = tuple[list[int], list[int]]  # by request: rows, and cached tokens
+
+
 class Step(NamedTuple):
     """A planned step with at least one sparse request."""
 
@@ -33,7 +36,7 @@ class Step(NamedTuple):
     slots: tuple[Tensor | None, ...]  # of each sparse request's cached tokens, int64; None: it has none
     stock_rows: slice | Tensor | None  # of the packed batch; None: all rows are sparse
     stock_batch: Any  # SGLang's batch of the requests of these rows
-    lengths: tuple[list[int], list[int]]  # of all requests: rows, and cached tokens
+    lengths: Lengths  # of all requests
 
     @property
     def rows(self) -> int:
@@ -41,13 +44,13 @@ class Step(NamedTuple):
         return sum(self.lengths[0])
 
 
-def lengths_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
+def lengths_of(forward_batch: Any) -> Lengths | None:
     """Rows and cached tokens of each request, if the host has them."""
     rows, cached = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
-    return None if rows is None or cached is None else ([int(number) for number in rows], [int(number) for number in cached])
+    return None if rows is None or cached is None else (list(map(int, rows)), list(map(int, cached)))
 
 
-def stock_reason(forward_batch: Any) -> str | None:
+def step_reason(forward_batch: Any) -> str | None:
     """Why no prompt of a batch runs sparse, if so."""
     given = [name for name in STOCK_FIELDS if getattr(forward_batch, name, None) is not None]
     if given:
@@ -55,19 +58,8 @@ def stock_reason(forward_batch: Any) -> str | None:
     return "the host has no lengths of a batch" if lengths_of(forward_batch) is None else None
 
 
-def rows_of(forward_batch: Any) -> tuple[list[int], list[int]] | None:
-    """First rows of requests and the end of the last, and tokens so far; None unless prompts; without lengths one request."""
-    if forward_batch.forward_mode.name not in PROMPTS:
-        return None
-    lengths = lengths_of(forward_batch)
-    rows, cached = ([forward_batch.extend_num_tokens or 0], [0]) if lengths is None else lengths
-    return [0, *accumulate(rows)], [a + b for a, b in zip(cached, rows, strict=True)]
-
-
-def step_of(forward_batch: Any, plan: StepPlan, req_to_token: Tensor) -> Step:
+def step_of(forward_batch: Any, plan: StepPlan, lengths: Lengths, req_to_token: Tensor) -> Step:
     """The step of a plan, for all layers: its tensors are made once."""
-    lengths = lengths_of(forward_batch)
-    assert lengths is not None
     indices = forward_batch.req_pool_indices
     slots = tuple(slots_of(req_to_token, indices, x.batch_index, x.cached_len) for x in plan.sparse)
     if not plan.stock:

@@ -5,18 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from flexmask.integrations.serving.versions import absent_names, fields_of, wrong_functions
+from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
-RUN: dict[tuple[int, ...], str] = {(0, 5, 16): "one H200 and CPUs", (0, 5, 23): "one H100 and CPUs"}
-"""By release: where tests/sglang ran on it"""
-_FIELDS = {
-    "forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc", "positions",
-    "spec_info", "encoder_lens", "multi_item_delimiter_indices", "extend_num_tokens", "extend_seq_lens", "extend_prefix_lens",
-    "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "rids",
-}  # fmt: skip
-# options of the server under which it is refused, and those that the plug-in reads
-_SERVER_ARGS = {*REFUSED, *MUST_BE_ONE, "chunked_prefill_size", "enable_metrics"}
+RUN = ((0, 5, 16), (0, 5, 23))
+"""Where: docs/serving.md"""
 # arguments of a layer that say whether it is served; another one may change attention
 _LAYER_ARGUMENTS = {
     "num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "logit_cap", "v_head_dim", "sliding_window_size",
@@ -24,20 +17,28 @@ _LAYER_ARGUMENTS = {
 }  # fmt: skip
 # of newer releases: who allocates the output
 _MORE_LAYER_ARGUMENTS = {"use_prefill_attention_wrapper"}
-_FUNCTIONS = {
+# as `faults_in` takes them: what the plug-in overrides, calls and reads
+_WANTED: dict[str, tuple[str | None, ...] | set[str]] = {
     "backend.__init__": (None,),
     "backend.init_forward_metadata": ("forward_batch",),
     "backend.init_forward_metadata_out_graph": ("forward_batch",),
     "backend.forward_extend": ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
-    "pool.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
     "batch.init_new": ("batch", "model_runner"),
     "tokenizer._create_tokenized_object": ("obj",),
+    "pool.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
     "pool.get_key_buffer": ("layer_id",),
     "pool.get_value_buffer": ("layer_id",),
     "mixture.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
     "mixture.get_key_buffer": ("layer_id",),
     "mixture.get_value_buffer": ("layer_id",),
-}
+    "ForwardBatch": {
+        "forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc", "rids",
+        "positions", "spec_info", "encoder_lens", "multi_item_delimiter_indices", "extend_num_tokens", "extend_seq_lens",
+        "extend_prefix_lens", "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
+    },
+    "ForwardMode": {"EXTEND", "MIXED"},
+    "ServerArgs": {*REFUSED, *MUST_BE_ONE, "chunked_prefill_size", "enable_metrics"},
+}  # fmt: skip
 
 
 def interface_faults(stock: Any) -> list[str]:
@@ -48,12 +49,9 @@ def interface_faults(stock: Any) -> list[str]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.server_args import ServerArgs
 
-    holders = {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager}
-    holders |= {"pool": MHATokenToKVPool, "mixture": HybridLinearKVPool}
-    faults = wrong_functions(holders, _FUNCTIONS)
-    faults += absent_names("ForwardBatch", _FIELDS, fields_of(ForwardBatch))
-    faults += absent_names("ForwardMode", {"EXTEND", "MIXED"}, ForwardMode.__members__)
-    faults += absent_names("ServerArgs", _SERVER_ARGS, fields_of(ServerArgs))
+    found = {x.__name__: x for x in (ForwardBatch, ForwardMode, ServerArgs)}
+    found |= {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager}
+    faults = faults_in({**found, "pool": MHATokenToKVPool, "mixture": HybridLinearKVPool}, _WANTED)
     arguments = set(inspect.signature(RadixAttention).parameters) - _MORE_LAYER_ARGUMENTS
     if arguments != _LAYER_ARGUMENTS:
         faults.append(f"RadixAttention must take {', '.join(sorted(_LAYER_ARGUMENTS))}; got {', '.join(sorted(arguments))}")

@@ -1,4 +1,4 @@
-"""vLLM's backends with sparse prefill, each made at its first look-up by name."""
+"""vLLM's backends with sparse prefill, each made at its first look-up by name: `builder` plans a step, `impl` runs it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from flexmask.integrations.vllm.registration import wrap_once
 from flexmask.integrations.vllm.versions import RUN, interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
-# by our name: the stock backend's module, class and kernel, and vLLM's name for ours
+# by our name: the stock backend's module, class and kernel
 _STOCK = {
-    "SparseFlashAttention": ("flash_attn", "FlashAttentionBackend", "FLASH_ATTN", "CUSTOM"),
-    "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN", "CUSTOM"),
-    "SparseFlashLatentAttention": ("mla.flashattn_mla", "FlashAttnMLABackend", "FLASH_ATTN_MLA", "CUSTOM"),
-    "SparseTritonLatentAttention": ("mla.triton_mla", "TritonMLABackend", "TRITON_MLA", "CUSTOM"),
-    "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN", "CPU_ATTN"),
-    "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA", "CPU_MLA"),
+    "SparseFlashAttention": ("flash_attn", "FlashAttentionBackend", "FLASH_ATTN"),
+    "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN"),
+    "SparseFlashLatentAttention": ("mla.flashattn_mla", "FlashAttnMLABackend", "FLASH_ATTN_MLA"),
+    "SparseTritonLatentAttention": ("mla.triton_mla", "TritonMLABackend", "TRITON_MLA"),
+    "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN"),
+    "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA"),
 }
 _KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # in our names
 
@@ -55,28 +55,26 @@ def _check(stock: Any) -> None:
 
 @functools.cache
 def _backend(name: str) -> type:
-    module, stock_name, kernel, vllm_name = _STOCK[name]
+    module, stock_name, kernel = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
     _check(stock)
 
-    from flexmask.integrations.vllm import builder as builders
-    from flexmask.integrations.vllm import impl as impls
+    from flexmask.integrations.vllm.builder import SparseLatentBuilder, SparsePrefillBuilder
+    from flexmask.integrations.vllm.impl import SparseLatentImpl, SparsePrefillImpl
 
-    mixins: tuple[type, ...] = (impls.SparsePrefillImpl,)
-    builder_mixin = builders.SparsePrefillBuilder
-    if stock.is_mla():
-        mixins, builder_mixin = (impls.SparseLatentImpl,), builders.SparseLatentBuilder
-        if kernel != "CPU_MLA":
-            measure_latent_layers()
-    elif kernel == "CPU_ATTN":
-        mixins = (ReadsCPUCache, *mixins)
+    is_latent, is_on_cpu = stock.is_mla(), kernel.startswith("CPU")
+    if is_latent and not is_on_cpu:
+        measure_latent_layers()
+    mixins = (SparseLatentImpl, SparseLatentBuilder) if is_latent else (SparsePrefillImpl, SparsePrefillBuilder)
+    reader = (ReadsCPUCache,) if is_on_cpu and not is_latent else ()
     namespace = {"__module__": __name__}
-    impl = type(f"{name}Impl", (*mixins, stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
-    builder: Any = type(f"{name}Builder", (builder_mixin, stock.get_builder_cls()), namespace)
+    impl = type(f"{name}Impl", (*reader, mixins[0], stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
+    builder: Any = type(f"{name}Builder", (mixins[1], stock.get_builder_cls()), namespace)
     builder.flexmask_own = builder
 
     overrides = {
-        "get_name": staticmethod(lambda: vllm_name),
+        # vLLM's for ours
+        "get_name": staticmethod(lambda: kernel if is_on_cpu else "CUSTOM"),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
         # a row's blocks depend on its chunk
@@ -94,9 +92,9 @@ def measure_latent_layers() -> None:
     def forward_impl(
         stock: Any, layer: Any, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, *rest: Any, **options: Any
     ) -> Any:
-        prepare = getattr(layer.impl, "flexmask_prepare", None)
-        if attn_metadata is None and prepare is not None:
-            prepare(q.device)
+        engine = getattr(layer.impl, "flexmask_engine", None)
+        if attn_metadata is None and engine is not None:
+            engine.prepare(q.device, in_profile=True)
         return stock(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **options)
 
     wrap_once(MLAAttention, "forward_impl", forward_impl)

@@ -1,4 +1,4 @@
-"""The metadata builder, which also plans each step."""
+"""The metadata builder, which also plans each step (`Engine.plan`), for `impl`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexmask.integrations.vllm.pages import PageTable
 from flexmask.integrations.vllm.registration import tell_requests
 
 
-class SparseStep(NamedTuple):
+class Step(NamedTuple):
     plan: StepPlan
     stock: tuple[Any, ...]  # metadata per stock span
     page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none
@@ -34,13 +34,13 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **options: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **options)
-        self._engine = engine_of(vllm_config)
-        self._engine.prepare(device, in_profile=False)
-        is_sparse = any(isinstance(self._engine.roles.get(name), SparseLayer) for name in layer_names)
+        self.flexmask_engine = engine_of(vllm_config)
+        self.flexmask_engine.prepare(device, in_profile=False)
+        is_sparse = any(isinstance(self.flexmask_engine.roles.get(name), SparseLayer) for name in layer_names)
         self._plans = is_sparse and type(self) is self.flexmask_own
         if is_sparse and not self._plans:
-            self._engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
-        self._policy = self._engine.options.policy  # of latent attention another
+            self.flexmask_engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
+        self._policy = self.flexmask_engine.options.policy  # of latent attention another
         tell_requests(vllm_config)
 
     @classmethod
@@ -76,7 +76,7 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
             parts = [self._part(part) for part in split_attn_metadata(slices, common_attn_metadata)]
         pages = common_attn_metadata.block_table_tensor
         page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in plan.sparse)
-        metadata.flexmask_step = SparseStep(plan, tuple(parts), page_tables)
+        metadata.flexmask_step = Step(plan, tuple(parts), page_tables)
         return metadata
 
     def _part(self, common: Any) -> Any:
@@ -88,10 +88,12 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
-        return self._engine.plan(starts, seq_lens, stock_reason(common), is_prefilling, self._engine.requested, self._policy)
+        return self.flexmask_engine.plan(
+            starts, seq_lens, step_reason(common), is_prefilling, self.flexmask_engine.requested, self._policy
+        )
 
 
-def stock_reason(common: Any) -> str | None:
+def step_reason(common: Any) -> str | None:
     """Why all rows of a step run stock, if so."""
     if common.causal is not True:
         return "attention of a step is not causal"

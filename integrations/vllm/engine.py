@@ -10,13 +10,11 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, read_options
 from flexmask.integrations.vllm.pages import FP8_CACHES
-from flexmask.settings import PrefillSettings
 
 # vLLM shows only loggers below its own
 _log = logging.getLogger("vllm.flexmask")
@@ -26,11 +24,14 @@ KEY = "flexmask"
 CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
 KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that is not sparse; the first is the default
 # served arguments of an attention implementation
-ARGUMENTS = {"num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"}
-ARGUMENTS |= {"logits_soft_cap", "attn_type", "kv_sharing_target_layer_name", "sinks"}
-# multi-head latent attention
-LATENT_ARGUMENTS = {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim"}
-LATENT_ARGUMENTS |= {"kv_b_proj"}
+ARGUMENTS = {
+    "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap",
+    "attn_type", "kv_sharing_target_layer_name", "sinks",
+}  # fmt: skip
+# and of multi-head latent attention
+LATENT_ARGUMENTS = {
+    *ARGUMENTS, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
+}  # fmt: skip
 
 
 class VLLMEngine(Engine):
@@ -62,20 +63,24 @@ class VLLMEngine(Engine):
         self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
         self.requested = [self._requested.get(name) for name in order]
 
-    def role_of(self, name: str, model: str, given: dict[str, Any], defaults: dict[str, Any]) -> SparseLayer | str:
-        """The role of a layer whose implementation got the arguments `given`; `model` is a path."""
+    def settle(self, name: str, model: str, given: Mapping[str, Any]) -> SparseLayer | str:
+        """The role of a layer whose implementation got the arguments `given`, from now on; `model` is a path."""
         with _LOCK:
             if name not in self.roles:
-                number, target = layer_number(name), self._vllm_config.model_config
-                # a model's own draft layers continue its numbers
-                if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
-                    self.roles[name] = DRAFT
-                elif getattr(target, "rswa_window", None) is not None:
-                    self.roles[name] = "a window that leaves the prompt visible"
-                else:
-                    place = _tensor_parallel_rank()
-                    self.roles[name] = role_of(number, given, defaults, self.options.settings, self.dtype, *place)
+                self.roles[name] = self._role(layer_number(name), model, given)
             return self.roles[name]
+
+    def _role(self, number: int | None, model: str, given: Mapping[str, Any]) -> SparseLayer | str:
+        target = self._vllm_config.model_config
+        # a model's own draft layers continue its numbers
+        if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
+            return DRAFT
+        if getattr(target, "rswa_window", None) is not None:
+            return "a window that leaves the prompt visible"
+        reason = layer_reason(given, self.dtype)
+        if reason is not None or number is None:
+            return reason or "no layer number in its name"
+        return role_of_shape(shape_of(given), number, self.options.settings, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
         """Once: settle all layers, log the roles, compile, and make the largest call if memory is being measured."""
@@ -83,13 +88,19 @@ class VLLMEngine(Engine):
             if self._prepared:
                 return
             self._prepared = True
-            kernel, policy, most = self._settle_all(), self.options.policy, self._vllm_config.model_config.max_model_len
-            policy = policy._replace(least_rows=max([policy.least_rows, *(rows + 1 for rows in self._decoded_rows())]))
+            layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask_settle")}
+            for name, layer in layers.items():
+                self._settle_layer(name, layer)
+            policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
+            latent = {x.attn_backend.get_builder_cls() for x in layers.values() if x.attn_backend.is_mla()}
+            policy = policy._replace(least_rows=max([policy.least_rows, *map(self._least_rows, latent)]))
             largest = min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
             is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
-            measure = (lambda call: call()) if in_profile and device.type != "cpu" else None
+            kernel = ["", *(x.impl.flexmask_kernel for x in layers.values())][-1]
             with torch.inference_mode():
-                self.start(largest, device, self.dtype, kernel, policy, is_first, measure)
+                self.start(largest, device, self.dtype, kernel, policy, is_first)
+                if in_profile and device.type != "cpu":
+                    self.reserve(largest, device, self.dtype)
             if is_first and self.sparse_layers:
                 from vllm.distributed import get_pp_group
 
@@ -99,32 +110,21 @@ class VLLMEngine(Engine):
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
 
-    def _decoded_rows(self) -> list[int]:
-        """Most rows that backends of latent attention decode. vLLM raises it for guesses, but no builder exists yet."""
-        served = [layer.attn_backend for layer in self.layers.values() if hasattr(getattr(layer, "impl", None), "flexmask_role")]
-        rows = []
-        for builder in {backend.get_builder_cls() for backend in served if backend.is_mla()}:
-            bare = builder.__new__(builder)
-            bare.vllm_config = self._vllm_config
-            bare._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
-            rows.append(int(bare.reorder_batch_threshold))
-        return rows
+    def _settle_layer(self, name: str, layer: Any) -> None:
+        builder = layer.attn_backend.get_builder_cls()
+        if not isinstance(layer, self.calling_layers()):
+            self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
+        # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
+        elif builder.flexmask_own is not builder:
+            self.roles[name] = "its backend shows layers other requests"
+        layer.impl.flexmask_settle(name)
 
-    def _settle_all(self) -> str:
-        """Returns the name of the stock kernel."""
-        kernel = ""
-        for name, layer in self.layers.items():
-            settle = getattr(getattr(layer, "impl", None), "flexmask_role", None)
-            if settle is not None:
-                builder = layer.attn_backend.get_builder_cls()
-                if not isinstance(layer, self.calling_layers()):
-                    self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
-                # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
-                elif builder.flexmask_own is not builder:
-                    self.roles[name] = "its backend shows layers other requests"
-                settle(name)
-                kernel = layer.impl.flexmask_kernel
-        return kernel
+    def _least_rows(self, builder: Any) -> int:
+        """More rows than a backend of latent attention decodes. vLLM raises it for guesses, but no builder exists yet."""
+        bare = builder.__new__(builder)
+        bare.vllm_config = self._vllm_config
+        bare._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
+        return int(bare.reorder_batch_threshold) + 1
 
     def calling_layers(self) -> tuple[type, ...]:
         """Types of layers that call their implementation; those of a model's own file (Kimi Linear since 0.29) may not."""
@@ -145,21 +145,10 @@ def layer_number(name: str) -> int | None:
     return numbers[0] if len(numbers) == 1 else None
 
 
-def role_of(
-    number: int | None,
-    given: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    settings: PrefillSettings,
-    dtype: torch.dtype,
-    rank: int = 0,
-    ranks: int = 1,
-) -> SparseLayer | str:
-    """The role of a layer on one rank, by the arguments `given` to vLLM's implementation and its defaults. As `role_of_shape`."""
-    reason = _reason_by_arguments(given, defaults, dtype)
-    if number is None or reason is not None:
-        return reason or "no layer number in its name"
+def shape_of(given: Mapping[str, Any]) -> LayerShape:
+    """Of a layer on one rank, by the arguments of vLLM's implementation."""
     num_heads, is_latent = given["num_heads"], "kv_lora_rank" in given
-    shape = LayerShape(
+    return LayerShape(
         num_heads=num_heads,
         num_kv_heads=num_heads if is_latent else given.get("num_kv_heads") or num_heads,
         head_dim=given["qk_head_dim" if is_latent else "head_size"],
@@ -169,13 +158,12 @@ def role_of(
         window=given.get("sliding_window"),
         has_sinks=given.get("sinks") is not None,
     )
-    return role_of_shape(shape, number, settings, rank, ranks)
 
 
-def _reason_by_arguments(given: Mapping[str, Any], defaults: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+def layer_reason(given: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    """Why a layer runs stock in every step, if so, by the arguments of vLLM's implementation."""
     is_latent = "kv_lora_rank" in given
-    served = ARGUMENTS | LATENT_ARGUMENTS if is_latent else ARGUMENTS
-    unknown = [name for name, value in given.items() if name not in served and not _same(value, defaults.get(name))]
+    unknown = [name for name in given if name not in (LATENT_ARGUMENTS if is_latent else ARGUMENTS)]
     cache, caches = given.get("kv_cache_dtype") or "auto", () if is_latent else FP8_CACHES
     if getattr(given.get("attn_type"), "value", given.get("attn_type")) not in (None, "decoder"):
         return f"attention of type {given['attn_type']}"
@@ -185,13 +173,7 @@ def _reason_by_arguments(given: Mapping[str, Any], defaults: Mapping[str, Any], 
         return "it reads another layer's cache"
     if cache not in ("auto", str(dtype).removeprefix("torch."), *caches):
         return f"a cache of {cache}"
-    if unknown:
-        return f"{unknown[0]}, which flexmask does not know"
-    return None
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (not isinstance(value, Tensor) and value == default)
+    return f"{unknown[0]}, which flexmask does not know" if unknown else None
 
 
 # per process: layers and builders share nothing but vLLM's configuration, which a draft model copies

@@ -1,4 +1,4 @@
-"""The attention implementation: the stock one without the long prefills of sparse layers."""
+"""The attention implementation: the stock one without the long prefills of sparse layers, which go to `Engine.attend`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm.config import get_current_vllm_config
 
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
-from flexmask.integrations.vllm.builder import SparseStep
-from flexmask.integrations.vllm.engine import DRAFT, engine_of
+from flexmask.integrations.vllm.builder import Step
+from flexmask.integrations.vllm.engine import DRAFT, LATENT_ARGUMENTS, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
 
@@ -25,34 +25,29 @@ class FindsItsRole(Stock):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         config = get_current_vllm_config()
-        self._engine = engine_of(config)
+        self.flexmask_engine = engine_of(config)
         # vLLM tags the model it loads; a draft's layers may have the target's configuration
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self._model = DRAFT if is_draft else config.model_config.model
         self._role: SparseLayer | str | None = None
-        signature = inspect.signature(super().__init__)
-        bound = signature.bind(*arguments, **options).arguments
-        keywords = next((name for name, x in signature.parameters.items() if x.kind is x.VAR_KEYWORD), None)
-        rest = bound.pop(keywords, {}) if keywords else {}
-        self._given = {**bound, **rest}
-        self._defaults = {name: x.default for name, x in signature.parameters.items()}
+        self._given = given_arguments(super().__init__, *arguments, **options)
 
-    def flexmask_role(self, name: str) -> SparseLayer | str:
+    def flexmask_settle(self, name: str) -> None:
+        """Note the role of the layer of this name."""
         if self._role is None:
-            self._role = self._engine.role_of(name, self._model, self._given, self._defaults)
-        return self._role
+            self._role = self.flexmask_engine.settle(name, self._model, self._given)
 
-    def flexmask_step(self, attn_metadata: Any) -> tuple[SparseLayer, SparseStep] | None:
+    def flexmask_planned(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
         """The role of a layer and the planned step, if the layer runs it sparse; counts the step's tokens."""
-        step: SparseStep | None = getattr(attn_metadata, "flexmask_step", None)
+        step: Step | None = getattr(attn_metadata, "flexmask_step", None)
         role, scale = self._role, float(self.scale)
         if step is None or not isinstance(role, SparseLayer):
             return None
         fits = scale == role.scale
         if not fits:
             # vLLM's Transformers backend sets it at every forward; kernels are compiled for that of construction
-            self._engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
-        self._engine.count(role, step.plan, fits)
+            self.flexmask_engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
+        self.flexmask_engine.count(role, step.plan, fits)
         return (role, step) if fits and step.plan.sparse else None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -60,27 +55,33 @@ class FindsItsRole(Stock):  # type: ignore[misc]
         return False
 
 
+def given_arguments(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """The arguments of a call by name, without unknown ones that have their default."""
+    parameters = inspect.signature(function).parameters
+    given: dict[str, Any] = {}
+    for name, value in inspect.signature(function).bind(*arguments, **options).arguments.items():
+        given |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    return {name: x for name, x in given.items() if name in LATENT_ARGUMENTS or not _same(x, defaults.get(name))}
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+
+
 class SparsePrefillImpl(FindsItsRole):
     """Mixin before a stock implementation that splits a step's rows."""
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor,
+        output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
-            self._engine.prepare(query.device, in_profile=True)
+            self.flexmask_engine.prepare(query.device, in_profile=True)
         else:
-            self.flexmask_role(layer.layer_name)
-        planned = self.flexmask_step(attn_metadata)
+            self.flexmask_settle(layer.layer_name)
+        planned = self.flexmask_planned(attn_metadata)
         if planned is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
         role, step = planned
@@ -107,7 +108,7 @@ class SparsePrefillImpl(FindsItsRole):
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
             parts = zip(cached, (key[rows], value[rows]), cache_scales, strict=True)
             keys, values = (after_cached(*part, skipped) for part in parts)
-            output[rows] = self._engine.attend(role, request, queries, keys, values, sinks)
+            output[rows] = self.flexmask_engine.attend(role, request, queries, keys, values, sinks)
         return output
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
@@ -118,23 +119,12 @@ class SparsePrefillImpl(FindsItsRole):
 class SparseLatentImpl(FindsItsRole):
     """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention."""
 
-    def flexmask_prepare(self, device: torch.device) -> None:
-        """Compile and make the largest call while memory is measured."""
-        self._engine.prepare(device, in_profile=True)
-
     def forward_mha(
-        self,
-        q: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_c_and_k_pe_cache: Tensor,
-        attn_metadata: Any,
-        k_scale: Tensor,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-    ) -> None:
+        self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor,
+        output: Tensor, output_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """The prefills of one step, whose rows follow those of decoding."""
-        planned = self.flexmask_step(attn_metadata)
+        planned = self.flexmask_planned(attn_metadata)
         if planned is None:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
@@ -152,7 +142,7 @@ class SparseLatentImpl(FindsItsRole):
                 cached = kv_c_and_k_pe_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
                 latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
             keys_and_values = self._keys_and_values(latent, rotated)
-            output[rows] = self._engine.attend(role, request, q[rows], *keys_and_values).flatten(1)
+            output[rows] = self.flexmask_engine.attend(role, request, q[rows], *keys_and_values).flatten(1)
 
     def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head from latent rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,8 @@ class ReadsCPUCache(Stock):  # type: ignore[misc]
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
         cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[self.kv_cache_dtype])
         if self.flexmask_orders is None:
-            unscaled = _Unscaled(layer)
+            unscaled = copy.copy(layer)
+            unscaled._k_scale_float = unscaled._v_scale_float = 1.0
 
             def write(keys: Tensor, values: Tensor, page: Tensor) -> None:
                 dtype = keys.dtype if keys.dtype.itemsize > 1 else torch.bfloat16
@@ -100,18 +102,6 @@ class ReadsCPUCache(Stock):  # type: ignore[misc]
 
             self.flexmask_orders = order_of_cache(page_size, head_dim, cache.dtype, write)
         return gathered_on_cpu(kv_cache, page_table, head_dim, self.flexmask_orders)
-
-
-class _Unscaled:
-    """A layer whose cache scales are 1."""
-
-    _k_scale_float = _v_scale_float = 1.0
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 def halves(cache: Tensor) -> tuple[Tensor, ...]:

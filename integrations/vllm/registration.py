@@ -1,4 +1,4 @@
-"""The entry point ``vllm.general_plugins: flexmask``: it registers names, and reads the options of requests.
+"""The entry point ``vllm.general_plugins: flexmask``: it registers the names in `backends`, and reads the options of requests.
 
 vLLM's front end reads the options of single requests, and its model runner tells them to the engine.
 """
@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from flexmask.integrations.serving.options import RequestOptions, has_options, noted_options, request_options
-from flexmask.integrations.serving.versions import wrong_arguments
+from flexmask.integrations.serving.options import RequestOptions, noted_options, request_options
+from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
@@ -66,7 +66,7 @@ def read_requests() -> None:
         params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
         given = getattr(params, "extra_args", None) or {}
         selected = getattr(config.attention_config.backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
-        requested = _options_of(given, config) if has_options(given) and selected else None
+        requested = _options_of(given, config) if given and selected else None
         if requested is not None:
             params.extra_args = requested.noted(given)
             request.cache_salt = f"{request.cache_salt or ''}{requested.salt}"
@@ -78,9 +78,9 @@ def read_requests() -> None:
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
     from vllm.exceptions import VLLMValidationError
 
-    settings = serving_options(vllm_config.additional_config, vllm_config.model_config.hf_config).settings
+    options = functools.partial(serving_options, vllm_config.additional_config, vllm_config.model_config.hf_config)
     try:
-        requested = request_options(given, settings)
+        requested = request_options(given, lambda: options().settings)
     except ValueError as error:  # which servers answer with status 500
         raise VLLMValidationError(str(error)) from None
     if requested is not None and vllm_config.parallel_config.use_ubatching:
@@ -99,7 +99,7 @@ def tell_requests(vllm_config: Any) -> None:
 
         name = "_update_states"
     runner: Any = model_runner.GPUModelRunner
-    faults = wrong_arguments(f"GPUModelRunner.{name}", getattr(runner, name, None), ("scheduler_output",))
+    faults = faults_in({"GPUModelRunner": runner}, {f"GPUModelRunner.{name}": ("scheduler_output",)})
     if faults:
         raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
 

@@ -7,45 +7,50 @@ from typing import Any
 
 import torch
 
-from flexmask.integrations.serving.versions import absent_names, fields_of, names_in, wrong_arguments, wrong_functions
+from flexmask.integrations.serving.versions import faults_in, names_in
 from flexmask.integrations.vllm.engine import ARGUMENTS, LATENT_ARGUMENTS
 
-RUN: dict[tuple[int, ...], str] = {
-    (0, 26): "one and two H200s, latent attention on one, and CPUs",
-    (0, 29): "CPUs",
-    (0, 32): "CPUs",
-    (0, 33): "one H100, its Python files on CPUs",
-}
-"""By release: where it ran, 0.26 to 0.32 in tests/vllm"""
-# arguments, in order, of what the plug-in overrides and calls
-_FUNCTIONS = {
+RUN = ((0, 26), (0, 29), (0, 32), (0, 33))
+"""Where: docs/serving.md"""
+# as `faults_in` takes them: what the plug-in overrides, calls and reads
+_EVERY: dict[str, tuple[str, ...] | set[str]] = {
     "builder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
     "builder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
     "builder.build_for_cudagraph_capture": ("common_attn_metadata",),
     "builder.get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
     "split_attn_metadata": ("ubatch_slices", "common_attn_metadata"),
     "UBatchSlice": ("request_slice", "token_slice"),
-}
-_PLAIN_FUNCTIONS = {
+    "CommonAttentionMetadata": {
+        "query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling",
+        "mm_req_doc_ranges",
+    },
+    "AttentionCGSupport": {"UNIFORM_BATCH"},
+    "vllm.compilation.backends": {"model_tag"},
+    "vllm.config": {"get_current_vllm_config", "get_current_vllm_config_or_none"},
+    "CompilationConfig": {"static_forward_context"},
+    "ModelConfig": {"use_mla", "get_total_num_hidden_layers", "hf_text_config"},
+    "the implementation": {"scale"},
+}  # fmt: skip
+_PLAIN: dict[str, tuple[str, ...] | set[str]] = {
     "impl.forward": (
         "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
     ),
     "impl.do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    "the implementation's arguments": ARGUMENTS,
+    "an attention layer": {"_q_scale", "_k_scale", "_v_scale"},  # with an FP8 cache
 }  # fmt: skip
-_LATENT_FUNCTIONS = {
+_LATENT: dict[str, tuple[str, ...] | set[str]] = {
     "builder._init_reorder_batch_threshold": ("reorder_batch_threshold", "supports_spec_as_decode"),
     "impl.forward_mha": (
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
+    "MLAAttention.forward_impl": ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"),
+    # without those that nothing reads
+    "the implementation's arguments": LATENT_ARGUMENTS - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
+    "builder": {"query_len_support", "reorder_batch_threshold", "_prefill_backend"},
+    "MLAPrefillBackend": {"clone"},
+    "metadata of latent attention": {"num_decodes", "num_decode_tokens"},
 }  # fmt: skip
-_LATENT_FORWARD = ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata")
-# of a step
-_FIELDS = {"query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling"}
-_FIELDS |= {"mm_req_doc_ranges"}
-_LATENT_FIELDS = {"num_decodes", "num_decode_tokens"}  # of a step with latent attention
-# of a layer with an FP8 cache
-_SCALES = {"_q_scale", "_k_scale", "_v_scale"}
-_MODEL = {"use_mla", "get_total_num_hidden_layers", "hf_text_config"}
 
 
 def _arguments(impl: type) -> set[str]:
@@ -79,38 +84,24 @@ def interface_faults(stock: Any) -> list[str]:
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
     from vllm.v1.worker import ubatch_utils
 
-    builder, impl = stock.get_builder_cls(), stock.get_impl_cls()
-    is_latent = stock.is_mla()
-    latent = ARGUMENTS - {"sinks"} | LATENT_ARGUMENTS - {"q_lora_rank", "qk_rope_head_dim"}  # which nothing reads
-    arguments = latent if is_latent else ARGUMENTS
-    holders = {"builder": builder, "impl": impl, "": ubatch_utils}
-    faults = wrong_functions(holders, {**_FUNCTIONS, **(_LATENT_FUNCTIONS if is_latent else _PLAIN_FUNCTIONS)})
-    faults += absent_names("the implementation's arguments", arguments, _arguments(impl))
-    faults += absent_names("the implementation", {"scale"}, names_in(impl, "__init__"))
-    faults += absent_names("CommonAttentionMetadata", _FIELDS, fields_of(CommonAttentionMetadata))
-    faults += absent_names("AttentionCGSupport", {"UNIFORM_BATCH"}, AttentionCGSupport.__members__)
-    faults += absent_names("vllm.compilation.backends", {"model_tag"}, vars(backends))
-    faults += absent_names("vllm.config", {"get_current_vllm_config", "get_current_vllm_config_or_none"}, vars(config))
-    faults += absent_names("CompilationConfig", {"static_forward_context"}, fields_of(config.CompilationConfig))
-    faults += absent_names("ModelConfig", _MODEL, {*dir(config.ModelConfig), *fields_of(config.ModelConfig)})
+    builder, impl, is_latent = stock.get_builder_cls(), stock.get_impl_cls(), stock.is_mla()
+    found = {x.__name__: x for x in (config, backends, CommonAttentionMetadata, AttentionCGSupport)}
+    found |= {x.__name__: x for x in (config.CompilationConfig, config.ModelConfig)}
+    found |= {"builder": builder, "impl": impl, "the implementation": impl, "": ubatch_utils}
+    found["the implementation's arguments"] = _arguments(impl)
     # pages, key heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
-    wanted_shape = (3, 16, 576) if is_latent else (3, 2, 16, 128)
-    shape = _shape_of_cache(stock, is_latent)
-    if shape != wanted_shape:
-        faults.append(f"the cache must have the shape {wanted_shape}; got {shape}")
+    wanted, shape = (3, 16, 576) if is_latent else (3, 2, 16, 128), _shape_of_cache(stock, is_latent)
+    faults = [] if shape == wanted else [f"the cache must have the shape {wanted}; got {shape}"]
     if is_latent:
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonMetadata
         from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-        faults += wrong_arguments("MLAAttention.forward_impl", MLAAttention.forward_impl, _LATENT_FORWARD)
-        faults += absent_names("MLAPrefillBackend", {"clone"}, dir(MLAPrefillBackend))
-        faults += absent_names("builder", {"_prefill_backend"}, names_in(builder, "__init__"))
-        faults += absent_names("metadata of latent attention", _LATENT_FIELDS, fields_of(MLACommonMetadata))
-        faults += absent_names("builder", {"query_len_support", "reorder_batch_threshold"}, dir(builder))
+        found |= {x.__name__: x for x in (MLAAttention, MLAPrefillBackend)}
+        found["metadata of latent attention"] = MLACommonMetadata
     else:
         from vllm.model_executor.layers.attention import attention
 
-        faults += absent_names("an attention layer", _SCALES, names_in(attention, "set_default_quant_scales"))
+        found["an attention layer"] = names_in(attention, "set_default_quant_scales")
         if stock.forward_includes_kv_cache_update:
             faults.append("keys and values must be in the cache before forward runs")
-    return faults
+    return faults_in(found, {**_EVERY, **(_LATENT if is_latent else _PLAIN)}) + faults

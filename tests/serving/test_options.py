@@ -117,22 +117,19 @@ def test_additional_config_is_refused_by_name():
         options_of_vllm({"flexmask": {"gama": 0.9}})
 
 
-HYBRID = PrefillSettings()
-
-
 def test_a_request_chooses_a_gamma_or_dense_attention():
     for given in (None, {}, {"another": 1}, {"flexmask_dense": False}, {"flexmask_dense": 0}):
-        assert request_options(given, HYBRID) is None
-    assert request_options({"flexmask_gamma": 0.5, "another": 1}, HYBRID) == RequestOptions(gamma=0.5)
-    assert request_options({"flexmask_gamma": 1, "flexmask_dense": 0}, HYBRID) == RequestOptions(gamma=1.0)
+        assert request_options(given, PrefillSettings) is None
+    assert request_options({"flexmask_gamma": 0.5, "another": 1}, PrefillSettings) == RequestOptions(gamma=0.5)
+    assert request_options({"flexmask_gamma": 1, "flexmask_dense": 0}, PrefillSettings) == RequestOptions(gamma=1.0)
     for true in (True, 1, 1.0):
-        assert request_options({"flexmask_dense": true}, HYBRID) == RequestOptions(dense=True)
+        assert request_options({"flexmask_dense": true}, PrefillSettings) == RequestOptions(dense=True)
 
 
 def test_different_options_have_different_salts():
     chosen = [RequestOptions(gamma=0.5), RequestOptions(gamma=0.55), RequestOptions(gamma=1.0), RequestOptions(dense=True)]
     assert len({each.salt for each in chosen}) == 4
-    assert request_options({"flexmask_gamma": 1}, HYBRID).salt == RequestOptions(gamma=1.0).salt
+    assert request_options({"flexmask_gamma": 1}, PrefillSettings).salt == RequestOptions(gamma=1.0).salt
 
 
 @pytest.mark.parametrize(
@@ -150,10 +147,10 @@ def test_different_options_have_different_salts():
 )
 def test_bad_options_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
-        request_options(given, HYBRID)
+        request_options(given, PrefillSettings)
 
 
 def test_a_method_without_gamma_takes_none():
     with pytest.raises(ValueError, match="flexmask_gamma needs a method with gamma; this server runs 'causal'"):
-        request_options({"flexmask_gamma": 0.5}, PrefillSettings("causal"))
-    assert request_options({"flexmask_dense": True}, PrefillSettings("causal")) == RequestOptions(dense=True)
+        request_options({"flexmask_gamma": 0.5}, lambda: PrefillSettings("causal"))
+    assert request_options({"flexmask_dense": True}, lambda: PrefillSettings("causal")) == RequestOptions(dense=True)

@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
 class Served:
     """One layer's cache, a backend over it, and requests in steps."""
 
-    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", stock=TorchNativeAttnBackend, **layer):
+    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", **layer):
         torch.manual_seed(0)
         self.model = Model(**layer)
         self.pool = self.make_pool(cache)
@@ -38,7 +38,7 @@ class Served:
         self.runner = SimpleNamespace(
             device="cpu", dtype=torch.float32, model=self.model, token_to_kv_pool=self.pool, req_to_token_pool=self.requests
         )
-        self.backend = stock(self.runner)
+        self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
             self.engine = SGLangEngine(self.runner, ServingOptions(settings, kernel))
             self.backend = sparse(self.backend, self.runner, self.engine)
@@ -52,25 +52,19 @@ class Served:
     def cache(self, layer):
         return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
 
-    def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
-        """Attention of one step; `chunks` are (request, tokens before, rows). `options` are those of the layer's call.
-
-        Another `writer` than the layer fills the cache: "another kernel", or "nobody".
-        """
+    def batch(self, chunks, mode=ForwardMode.EXTEND, **others):
+        """SGLang's batch of one step; `chunks` are (request, tokens before, rows)."""
         places, before, rows = (list(each) for each in zip(*chunks, strict=True))
-        slots = [self.requests.req_to_token[p, b : b + r] for p, b, r in chunks]
-        query, key, value = (
-            torch.cat([self.data(kind, p)[b : b + r] for p, b, r in chunks] + [torch.zeros(padding, heads * DIM)])
-            for kind, heads in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS))
-        )
+        slots = torch.cat([self.requests.req_to_token[p, b : b + r] for p, b, r in chunks]).long()
         lengths = torch.tensor(before) + torch.tensor(rows)
-        batch = ForwardBatch(
+        made = ForwardBatch(
             forward_mode=mode,
             batch_size=len(rows),
-            input_ids=torch.zeros(sum(rows), dtype=torch.int64),
+            input_ids=slots + 1,
+            positions=torch.cat([torch.arange(b, b + r) for _, b, r in chunks]),
             req_pool_indices=torch.tensor(places),
             seq_lens=lengths,
-            out_cache_loc=torch.cat(slots).long(),
+            out_cache_loc=slots,
             seq_lens_sum=int(lengths.sum()),
             seq_lens_cpu=lengths,
             extend_num_tokens=sum(rows),
@@ -79,10 +73,23 @@ class Served:
             extend_start_loc=torch.tensor(rows).cumsum(0) - torch.tensor(rows),
             extend_seq_lens_cpu=rows,
             extend_prefix_lens_cpu=before,
+            extend_logprob_start_lens_cpu=[0] * len(rows),
             rids=[str(place) for place in places],
         )
         for name, each in others.items():
-            setattr(batch, name, each)
+            setattr(made, name, each)
+        return made
+
+    def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
+        """Attention of one step; `options` are those of the layer's call.
+
+        Another `writer` than the layer fills the cache: "another kernel", or "nobody".
+        """
+        batch = self.batch(chunks, mode, **others)
+        query, key, value = (
+            torch.cat([self.data(kind, p)[b : b + r] for p, b, r in chunks] + [torch.zeros(padding, heads * DIM)])
+            for kind, heads in (("query", HEADS), ("key", KV_HEADS), ("value", KV_HEADS))
+        )
         self.backend.init_forward_metadata(batch)
         key, value = (x.view(-1, KV_HEADS, DIM) for x in (key, value))
         if writer == "another kernel":

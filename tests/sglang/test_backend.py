@@ -11,10 +11,6 @@ pytest.importorskip("sglang", reason="`make test-sglang` has it in an environmen
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from flexmask.integrations.serving import engine as engine_module
-from flexmask.integrations.sglang import step as step_module
-from flexmask.integrations.sglang.step import slots_of
-from tests.serving.programs import plan_one_token_off
 from tests.sglang.served import DIM, HEADS, KEEP_ALL, SPARSE, STEPS, Served, ServedMixture, outputs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -101,36 +97,14 @@ def test_padding_rows_are_zero_in_an_output_that_sglang_may_give():
     assert out.data_ptr() == given.data_ptr() and not given.isnan().any()
 
 
-class OnlyNamed(TorchNativeAttnBackend):  # type: ignore[misc]  # SGLang is not there where types are checked
-    def forward_extend(self, *arguments, **options):
-        return "stock"
-
-
-def test_steps_in_cuda_graphs_and_of_decoding_run_stock():
-    ours = Served(SPARSE, stock=OnlyNamed)
+def test_steps_in_cuda_graphs_and_of_decoding_run_stock(monkeypatch):
+    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *_: "stock")
+    ours = Served(SPARSE)
     ours.step([(0, 0, 200)])
     assert ours.backend.flexmask_step is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
-    assert ours.backend.flexmask_step is None
+    assert ours.backend.flexmask_step is ours.engine.planned is None
     # nor is a plan used for another kind of step
     ours.step([(0, 0, 200)])
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
     assert ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch) == "stock"
-
-
-def slots_with_one_of_another_request(table, indices, request, tokens):
-    slots = slots_of(table, indices, request, tokens)
-    if slots is not None:
-        slots[3] = table[(indices[request] + 1) % 8, 3]
-    return slots
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [(step_module, "slots_of", slots_with_one_of_another_request), (engine_module, "plan_step", plan_one_token_off)],
-    ids=lambda fault: fault[1],
-)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
-    monkeypatch.setattr(*fault)
-    far = [float((out - wanted).abs().max()) for out, wanted in zip(outputs(Served(KEEP_ALL)), outputs(Served()), strict=True)]
-    assert far[0] < 1e-4 and max(far) > 0.05

@@ -1,67 +1,30 @@
-"""The plan of one step, the batch that stays stock, and slots in the cache."""
-
-import logging
-from types import SimpleNamespace
+"""The plan of one step of SGLang's own ForwardBatch, and the batch that stays stock."""
 
 import pytest
 import torch
 
-from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.sglang.engine import SGLangEngine
-from flexmask.integrations.sglang.step import STOCK_FIELDS, stock_reason
-from flexmask.settings import PrefillSettings
+pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
 
-SETTINGS = PrefillSettings(dense_below=100, block_size=32)
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from flexmask.integrations.sglang.step import PROMPTS, STOCK_FIELDS, step_reason
+from tests.sglang.served import KEEP_ALL, Served
+
 # request 0 decodes, 1 and 3 are long, 2 and 4 are short
-ROWS, BEFORE = [1, 200, 7, 40, 30], [500, 0, 3, 160, 300]
+CHUNKS = [(0, 500, 1), (1, 0, 200), (2, 3, 7), (3, 160, 40), (4, 300, 30)]
 
 
-def batch_of(rows=ROWS, before=BEFORE, mode="MIXED", **others):
-    starts = torch.tensor(rows).cumsum(0) - torch.tensor(rows)
-    total = sum(rows)
-    return SimpleNamespace(
-        forward_mode=SimpleNamespace(name=mode),
-        batch_size=len(rows),
-        extend_seq_lens_cpu=list(rows),
-        extend_prefix_lens_cpu=list(before),
-        extend_logprob_start_lens_cpu=[0] * len(rows),
-        req_pool_indices=torch.arange(len(rows)) + 3,
-        seq_lens=torch.tensor(rows) + torch.tensor(before),
-        seq_lens_cpu=torch.tensor(rows) + torch.tensor(before),
-        orig_seq_lens=None,
-        seq_lens_sum=total + sum(before),
-        extend_seq_lens=torch.tensor(rows, dtype=torch.int32),
-        extend_prefix_lens=torch.tensor(before, dtype=torch.int32),
-        extend_start_loc=starts.int(),
-        extend_num_tokens=total,
-        input_ids=torch.arange(total),
-        positions=torch.arange(total) + 1000,
-        out_cache_loc=torch.arange(total) + 2000,
-        rids=[f"request {each}" for each in range(len(rows))],
-        **{name: None for name in STOCK_FIELDS if name not in others},
-        **others,
-    )
+@pytest.fixture
+def served():
+    return Served(KEEP_ALL)
 
 
-class Model(SGLangEngine):
-    """A model without layers."""
-
-    def __init__(self):
-        Engine.__init__(self, ServingOptions(SETTINGS, least_rows=32), logging.getLogger("tests"))
-        self.requested, self.req_to_token = {}, torch.zeros(8, 1024, dtype=torch.int32)
-        self._translator = self._held = None
-
-
-def plan_of(batch):
-    model = Model()
-    model.step(batch)
-    return model.planned
-
-
-@pytest.mark.parametrize("mode", ["DECODE", "IDLE", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "SPLIT_PREFILL", "DLLM_EXTEND"])
-def test_other_steps_have_no_plan(mode):
-    assert plan_of(batch_of(mode=mode)) is None
+@pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode.name not in PROMPTS], ids=lambda mode: mode.name)
+def test_other_steps_have_no_plan(mode, served):
+    served.engine.step(served.batch(CHUNKS, ForwardMode.MIXED))
+    assert served.engine.planned.sparse
+    served.engine.step(served.batch(CHUNKS, mode))
+    assert served.engine.planned is None
 
 
 @pytest.mark.parametrize(
@@ -71,39 +34,31 @@ def test_other_steps_have_no_plan(mode):
         ("extend_prefix_lens_cpu", None, 278, "the host has no lengths of a batch"),
     ],
 )
-def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason):
-    batch = batch_of()
-    assert stock_reason(batch) is None
-    setattr(batch, name, value)
-    plan = plan_of(batch)
+def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason, served):
+    batch = served.batch(CHUNKS, ForwardMode.MIXED, **{name: value})
+    assert served.engine.step(batch) is None
+    plan = served.engine.planned
     assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, dense_tokens)
-    assert stock_reason(batch) == reason
+    assert step_reason(batch) == reason
 
 
-def test_the_rest_of_a_step_is_a_batch_of_its_own():
-    batch = batch_of()
-    batch._attn_output = torch.empty(278)
-    model = Model()
-    step = model.step(batch)
+def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
+    batch = served.batch(CHUNKS, ForwardMode.MIXED, _attn_output=torch.empty(278))
+    before, step = dict(vars(batch)), served.engine.step(batch)
     # a row of decoding is neither
-    assert (model.planned.sparse_tokens, model.planned.dense_tokens) == (240, 37)
-    rows = torch.tensor([0, *range(201, 208), *range(248, 278)])
-    assert torch.equal(step.stock_rows, rows)
-    part, wanted = step.stock_batch, batch_of([1, 7, 30], [500, 3, 300])
-    assert part.req_pool_indices.tolist() == [3, 5, 7]
-    for name in ("batch_size", "seq_lens_sum", "extend_num_tokens", "extend_seq_lens_cpu", "extend_prefix_lens_cpu"):
-        assert getattr(part, name) == getattr(wanted, name)
-    for name in ("seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_prefix_lens", "extend_start_loc"):
-        torch.testing.assert_close(getattr(part, name), getattr(wanted, name))
-    for name in ("input_ids", "positions", "out_cache_loc"):
-        assert torch.equal(getattr(part, name), getattr(batch, name)[rows])
-    assert not hasattr(part, "_attn_output")
+    assert (served.engine.planned.sparse_tokens, served.engine.planned.dense_tokens) == (240, 37)
+    assert torch.equal(step.stock_rows, torch.tensor([0, *range(201, 208), *range(248, 278)]))
+    part, wanted = step.stock_batch, served.batch(CHUNKS[::2], ForwardMode.MIXED)
+    for name in vars(wanted).keys() - {"rids"}:
+        made, right = getattr(part, name), getattr(wanted, name)
+        assert torch.equal(made, right) if torch.is_tensor(right) else made == right
+    assert getattr(part, "_attn_output", None) is None
     # the step's own batch is as it was
-    assert (batch.batch_size, batch.extend_seq_lens_cpu, hasattr(batch, "_attn_output")) == (5, ROWS, True)
+    assert vars(batch) == before
 
 
-def test_one_run_of_stock_requests_is_a_view():
-    batch = batch_of([200, 7, 9], [0, 3, 0])
-    step = Model().step(batch)
+def test_one_run_of_stock_requests_is_a_view(served):
+    batch = served.batch([(1, 0, 200), (2, 3, 7), (3, 0, 9)])
+    step = served.engine.step(batch)
     assert step.stock_rows == slice(200, 216)
     assert step.stock_batch.out_cache_loc.data_ptr() == batch.out_cache_loc[200:].data_ptr()

@@ -25,15 +25,9 @@ NAMES += ["SparseCPULatentAttention"] if HAS_LATENT else []
 
 @pytest.fixture
 def overrides():
-    _clear()
     yield
-    _clear()
-
-
-def _clear():
-    for name in ("CUSTOM", "CPU_ATTN", "CPU_MLA"):
-        if name in AttentionBackendEnum.__members__:
-            AttentionBackendEnum[name].clear_override()
+    for each in AttentionBackendEnum:
+        each.clear_override()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,10 +95,11 @@ def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
     measure_latent_layers()
     measure_latent_layers()
     query = torch.zeros(1)
-    for impl in (SimpleNamespace(flexmask_prepare=prepared.append), SimpleNamespace()):
+    engine = SimpleNamespace(prepare=lambda *device, in_profile: prepared.append((*device, in_profile)))
+    for impl in (SimpleNamespace(flexmask_engine=engine), SimpleNamespace()):
         for metadata in (None, "a step"):
             MLAAttention.forward_impl(SimpleNamespace(impl=impl), query, 1, 2, 3, metadata, output=4)
-    assert prepared == [query.device]
+    assert prepared == [(query.device, True)]
     assert ran == [((query, 1, 2, 3, metadata), {"output": 4}) for metadata in (None, "a step")] * 2
 
 
@@ -149,7 +144,7 @@ def test_interfaces_that_are_others_are_named(monkeypatch):
         patch.setattr(Stock.get_impl_cls(), "__init__", lambda self, num_heads: None)
         patch.setattr(Stock, "forward_includes_kv_cache_update", True)
         faults = interface_faults(Stock)
-    wanted = ("builder.build must take common_prefix_len", "arguments must have alibi_slopes", "implementation must have scale")
+    wanted = ("builder.build must take common_prefix_len", "implementation must have scale", "arguments must have alibi_slopes")
     for part, fault in zip((*wanted, "in the cache before forward"), faults, strict=True):
         assert part in fault
     with monkeypatch.context() as patch:

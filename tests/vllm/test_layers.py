@@ -6,27 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer, role_of_shape
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.startup import roles_line
-from flexmask.integrations.vllm.engine import layer_number, role_of
+from flexmask.integrations.vllm.engine import layer_number, layer_reason, shape_of
 from flexmask.settings import PrefillSettings
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
-GIVEN: dict[str, Any] = {
-    "num_heads": 4,
-    "head_size": 64,
-    "scale": 0.125,
-    "num_kv_heads": 2,
-    "alibi_slopes": None,
-    "kv_cache_dtype": "auto",
-}
-GIVEN |= {"sliding_window": None, "logits_soft_cap": None, "attn_type": Kind.DECODER, "kv_sharing_target_layer_name": None}
-DEFAULTS = {"chunk_lookback": -1, "use_alibi_sqrt": False}
+GIVEN = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, "attn_type": Kind.DECODER}
 
 
 def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
-    return role_of(number, {**GIVEN, **given}, DEFAULTS, settings or PrefillSettings(), dtype, *ranks)
+    given = {**GIVEN, **given}
+    return layer_reason(given, dtype) or role_of_shape(shape_of(given), number, settings or PrefillSettings(), *ranks)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +42,7 @@ def test_latent_attention_is_served_as_the_plain_attention_that_it_becomes():
 
 
 SERVED = [
-    *({}, {"attn_type": "decoder"}, {"chunk_lookback": -1}, {"logits_soft_cap": 50.0}, {"sinks": torch.zeros(4)}),
+    *({}, {"attn_type": "decoder"}, {"logits_soft_cap": 50.0}, {"sinks": torch.zeros(4)}),
     *({"kv_cache_dtype": cache} for cache in ("bfloat16", "fp8", "fp8_e5m2")),
     *({"sliding_window": 20000}, {"head_size": 512}),
     # gamma 1 keeps every block of some prompts or heads only
@@ -73,7 +65,6 @@ SERVED = [
         ({"head_size": 640}, "head_dim 640 outside 16 to 512"),
         ({"chunk_lookback": 2}, "chunk_lookback, which flexmask does not know"),
         ({"something_new": torch.zeros(1)}, "something_new"),
-        ({"number": None}, "no layer number"),
         ({"settings": PrefillSettings(dense_layers=(1,))}, "in dense_layers"),
         ({"settings": PrefillSettings(gamma=1.0)}, "every head keeps every block"),
         ({"settings": PrefillSettings(layers={1: {"gamma": [1.0] * 4}})}, "every head keeps every block"),

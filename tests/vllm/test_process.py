@@ -43,12 +43,13 @@ def test_what_cannot_be_served_is_refused_by_name(options, parallel, message):
 
 def test_roles_of_other_layers_are_reasons():
     engine = VLLMEngine(config_of({"dense_layers": [1]}))
-    assert engine.role_of("model.layers.1.attn", "a", GIVEN, {}) == "in dense_layers"
-    assert engine.role_of("draft.layers.3.attn", "a", GIVEN, {}) == "a draft model's"
-    assert engine.role_of("draft.layers.2.attn", "b", GIVEN, {}) == "a draft model's"
+    assert engine.settle("model.layers.1.attn", "a", GIVEN) == "in dense_layers"
+    assert engine.settle("draft.layers.3.attn", "a", GIVEN) == "a draft model's"
+    assert engine.settle("draft.layers.2.attn", "b", GIVEN) == "a draft model's"
+    assert engine.settle("model.attn", "a", GIVEN) == "no layer number in its name"
     windowed = config_of()
     windowed.model_config.rswa_window = 128
-    assert engine_of(windowed).role_of("model.layers.0.attn", "a", GIVEN, {}) == "a window that leaves the prompt visible"
+    assert engine_of(windowed).settle("model.layers.0.attn", "a", GIVEN) == "a window that leaves the prompt visible"
 
 
 def test_one_engine_for_a_configuration():
@@ -76,13 +77,16 @@ class NotedEngine(VLLMEngine):
 
     def __init__(self, config):
         super().__init__(config)
-        self.started, self.counters.export = [], Mock()
+        self.started, self.reserved, self.counters.export = [], [], Mock()
 
     def calling_layers(self):
         return (SimpleNamespace,)
 
-    def start(self, largest, device, dtype, kernel, policy, is_first, measure):
-        self.started.append((largest, dtype, kernel, policy.least_rows, is_first, measure is not None))
+    def start(self, largest, device, dtype, kernel, policy, is_first):
+        self.started.append((largest, dtype, kernel, policy.least_rows, is_first))
+
+    def reserve(self, *largest):
+        self.reserved.append(largest)
 
 
 def engine_with_layers(options, builders=(OwnBuilder,) * 3, is_latent=False):
@@ -91,7 +95,7 @@ def engine_with_layers(options, builders=(OwnBuilder,) * 3, is_latent=False):
     engine = NotedEngine(config)
     for number, builder in enumerate(builders):
         name = f"model.layers.{number}.attn"
-        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_role=lambda name: engine.role_of(name, "a", GIVEN, {}))
+        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_settle=lambda name: engine.settle(name, "a", GIVEN))
         backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
@@ -104,7 +108,9 @@ def test_everything_before_the_first_request_happens_once(device, in_profile):
     for again in (in_profile, False, True):
         engine.prepare(torch.device(device), again)
     # the last 1,024 rows of 32,768 tokens, which are measured on a GPU while vLLM measures memory
-    assert engine.started == [((1024, 32768), torch.float32, "STOCK", 1024, True, (device, in_profile) == ("cuda", True))]
+    assert engine.started == [((1024, 32768), torch.float32, "STOCK", 1024, True)]
+    is_measured = (device, in_profile) == ("cuda", True)
+    assert engine.reserved == [((1024, 32768), torch.device(device), torch.float32)] * is_measured
     assert engine.counters.export.call_count == 1
     assert len(engine.sparse_layers) == 2
 
@@ -154,7 +160,7 @@ def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support
     engine = engine_with_layers({"least_rows": 1}, builders=[latent_builder(decoded, support)] * 3, is_latent=True)
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
-    assert [least_rows for _, _, _, least_rows, *_ in engine.started] == [least]
+    assert [least_rows for *_, least_rows, _ in engine.started] == [least]
 
 
 @pytest.mark.parametrize(
@@ -165,5 +171,5 @@ def test_one_stage_exports_the_counters_and_one_rank_logs(place, changes, is_fir
     vars(place).update(changes)
     engine = engine_with_layers({})
     engine.prepare(torch.device("cpu"), False)
-    assert [first for *_, first, _ in engine.started] == [is_first]
+    assert [first for *_, first in engine.started] == [is_first]
     assert engine.counters.export.call_count == 0

@@ -1,9 +1,9 @@
 """Builder and implementation around a written-out stock backend, with the cache of FLASH_ATTN and vLLM's own splitting."""
 
 import logging
-from collections.abc import Sequence
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,20 +12,16 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions
-from flexmask.integrations.vllm import builder as builder_module
-from flexmask.integrations.vllm import impl as impl_module
+from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
-from flexmask.integrations.vllm.engine import role_of
+from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
 from flexmask.settings import PrefillSettings
 from tests.expected import masked_attention
+from tests.vllm.configs import config_of
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
 LAYER = SimpleNamespace(layer_name="model.layers.0.attn")
-CONFIG = SimpleNamespace(use_v2_model_runner=False)
-KEEP_ALL = PrefillSettings(gamma=1.0, block_size=32, dense_below=0)
 
 
 class StockBuilder:
@@ -51,7 +47,7 @@ class StockBuilder:
 
 
 class StockImpl:
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None, kv_cache_dtype="auto"):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None, kv_cache_dtype="auto", lookback=-1, **others):
         self.scale, self.sinks, self.calls = scale, sinks, []
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
@@ -75,45 +71,28 @@ def written_out(query, keys, values, scale, sinks=None):
     return out[0].transpose(0, 1).float()
 
 
-class OneLayer(Engine):
-    """An engine whose layer has the role of its implementation's arguments; notes the keys of its sparse requests."""
-
-    requested: Sequence[RequestOptions | None] = ()
-
-    def __init__(self, options, log):
-        super().__init__(options, log)
-        self.settings, self.prepared, self.keys = options.settings, [], []
-        self.roles = {"stock": "in dense_layers"}
-        self.role_of(LAYER.layer_name, "", {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_size": DIM, "scale": 0.2}, {})
-
-    def prepare(self, device, in_profile):
-        self.prepared.append((device.type, in_profile))
-
-    def attend(self, role, request, query, key, *rest):
-        self.keys.append(key)
-        return super().attend(role, request, query, key, *rest)
-
-    def role_of(self, name, model, given, defaults):
-        self.roles[name] = role_of(0, given, {}, self.settings, torch.float32)
-        return self.roles[name]
-
-
 @pytest.fixture
-def engine(monkeypatch):
-    made = OneLayer(ServingOptions(KEEP_ALL), logging.getLogger("vllm.tests"))
-    for module in (builder_module, impl_module):
-        monkeypatch.setattr(module, "engine_of", lambda config: made)
-    config = SimpleNamespace(model_config=SimpleNamespace(model="a"))
-    monkeypatch.setattr(impl_module, "get_current_vllm_config", lambda: config)
+def config(monkeypatch):
+    made = config_of({"gamma": 1.0, "block_size": 32, "dense_below": 0})
+    monkeypatch.setattr("flexmask.integrations.vllm.impl.get_current_vllm_config", lambda: made)
+    monkeypatch.setattr("flexmask.integrations.vllm.engine._tensor_parallel_rank", lambda: (0, 1))
     return made
 
 
 @pytest.fixture
-def parts(engine):
+def engine(config):
+    made = engine_of(config)
+    made.prepare = Mock()
+    return made
+
+
+@pytest.fixture
+def parts(config, engine):
+    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS, lookback=-1, indexer=None)
+    impl.flexmask_settle(LAYER.layer_name)
     builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
     builder_class.flexmask_own = builder_class
-    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS)
-    return builder_class(None, [LAYER.layer_name], CONFIG, torch.device("cpu")), impl
+    return builder_class(None, [LAYER.layer_name], config, torch.device("cpu")), impl
 
 
 def step_of(requests, order="heads first"):
@@ -184,7 +163,9 @@ class WindowedImpl(StockImpl):
 def test_pages_before_the_window_are_not_read(junk, parts, engine):
     """They are free: empty, or those of another request."""
     builder, _ = parts
-    engine.settings = PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0)
+    engine.options = ServingOptions(PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0))
+    engine.attend = Mock(wraps=engine.attend)
+    engine.roles.clear()
     impl = type("Impl", (SparsePrefillImpl, WindowedImpl), {})(HEADS, DIM, 0.2, KV_HEADS, 150)
     common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
     metadata, outputs = builder.build(0, common), []
@@ -196,7 +177,8 @@ def test_pages_before_the_window_are_not_read(junk, parts, engine):
     assert engine.counters.density is not None and engine.counters.density < 0.9
     assert torch.equal(*outputs)
     # masks too
-    assert len(engine.keys) == 4 and all(map(torch.equal, engine.keys[:2], engine.keys[2:]))
+    keys = [call.args[3] for call in engine.attend.call_args_list]
+    assert len(keys) == 4 and all(map(torch.equal, keys[:2], keys[2:]))
 
 
 @pytest.mark.attention
@@ -225,7 +207,7 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
         assert (later - written_out(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
 
 
-def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, caplog):
+def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, config, engine, caplog):
     builder, _ = parts
     common, _ = step_of(MIXES["one whole prompt"])
     assert hasattr(builder.build(0, common), "flexmask_step")
@@ -233,10 +215,11 @@ def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, engine, capl
     assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
     assert hasattr(builder.build(0, common), "flexmask_step")
     engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
-    derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], CONFIG, torch.device("cpu"))
+    derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], config, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
     assert caplog.messages == ["flexmask: attention runs stock: Derived shows layers other requests"]
-    of_stock_layers = type(builder)(None, ["stock"], CONFIG, torch.device("cpu"))
+    engine.roles["stock"] = "in dense_layers"
+    of_stock_layers = type(builder)(None, ["stock"], config, torch.device("cpu"))
     assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))
     assert builder.build(0, verifying).flexmask_step.plan.sparse == ()
@@ -267,8 +250,8 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
     _, impl = parts
-    engine.prepared.clear()
+    engine.prepare.reset_mock()
     output = torch.zeros(3, HEADS, DIM)
     with pytest.raises(AttributeError):  # the stock backend here has no such run of its own
         impl.forward(LAYER, output, output, output, torch.empty(0), None, output)
-    assert engine.prepared == [("cpu", True)]
+    engine.prepare.assert_called_once_with(output.device, in_profile=True)
