@@ -23,6 +23,7 @@ def module_of(path: Path) -> ModuleType:
 def python(*arguments: str, path: Path = ROOT, executable: str = sys.executable, **environment: str) -> str:
     """Run Python in `path`, which it imports from; returns what it prints."""
     surroundings = {**os.environ, "PYTHONPATH": str(path), **environment}
-    run = subprocess.run([executable, *arguments], cwd=path, env=surroundings, capture_output=True, text=True, check=False)
+    command = [executable, *arguments]
+    run = subprocess.run(command, cwd=path, env=surroundings, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from importlib.util import find_spec
+from unittest.mock import Mock
 
 import pytest
 
@@ -132,10 +133,7 @@ def test_wrong_usage_is_told(flexmask, places, words, said):
     ids=["error", "interrupt"],
 )
 def test_errors_of_the_library_and_interrupts_are_one_line(flexmask, monkeypatch, error, code, said):
-    def fails(device):
-        raise error
-
-    monkeypatch.setattr("flexmask.environment.problems", fails)
+    monkeypatch.setattr("flexmask.environment.problems", Mock(side_effect=error))
     result = flexmask("doctor", "--json", code=code)
     assert result.stderr == f"flexmask: {said}\n"
     assert result.stdout == ""

@@ -1,8 +1,5 @@
 """Shared by the tests of the adapter for transformers."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,8 +8,9 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.huggingface.session import SWITCHED, Session
 from tests.integrations.families import FAMILIES
-from tests.repository import ROOT
+from tests.repository import python
 
 RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 # one shape: each further one costs a compilation
@@ -45,12 +43,8 @@ def dynamic_cache(model):
 
 def in_two_processes(what, folder):
     """The results of both processes of `processes`, which torchrun starts on CPUs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command += [str(ROOT / "tests/integrations/processes.py"), what, str(folder)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
+    words = "-m torch.distributed.run --standalone --nproc-per-node 2 tests/integrations/processes.py"
+    python(*words.split(), what, str(folder), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -66,6 +60,16 @@ def padded(tokens, number=70):
     mask = tokens.new_ones(tokens.shape)
     mask[1, :number] = 0
     return mask
+
+
+def is_untouched(model, attention="sdpa"):
+    return (
+        model.config._attn_implementation == attention
+        and not hasattr(model.config, "flexmask_config")
+        and not Session.of(model).scopes
+        and not model.base_model._forward_hooks
+        and not SWITCHED
+    )
 
 
 def switchable(model):

@@ -23,13 +23,6 @@ def counted():
     torch._dynamo.reset()
 
 
-def compiled(model, counted, in_place):
-    if in_place:
-        model.compile(backend=counted, fullgraph=True)
-        return model
-    return torch.compile(model, backend=counted, fullgraph=True)
-
-
 @pytest.fixture
 def prompt(tokens):
     return tokens[:1, :LENGTH]
@@ -42,7 +35,10 @@ def test_prompts_of_one_shape_are_compiled_once(model, prompt, counted, in_place
     for gamma in (0.5, 0.2):
         with flexmask_hf.sparse_prefill(model, **{**OPTIONS, "gamma": gamma}) as run:
             expected.append((model(prompt, **arguments).logits, run.stats[1][0].density))
-    model = compiled(model, counted, in_place)
+    if in_place:
+        model.compile(backend=counted, fullgraph=True)
+    else:
+        model = torch.compile(model, backend=counted, fullgraph=True)
     assert not torch.equal(expected[0][1], expected[1][1])
     for collect_stats in (True, False):
         # a second block, and one with other options
@@ -79,7 +75,7 @@ def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
     flexmask_hf.configure(model, **OPTIONS)
     model.set_attn_implementation("flexmask")
     expected = model(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits
-    step = compiled(model, counted, in_place=False)
+    step = torch.compile(model, backend=counted, fullgraph=True)
     for _ in range(2):
         assert (step(prompt, past_key_values=static_cache(model, LENGTH + 8)).logits - expected).abs().max() < 1e-4
     # later options need no compilation
@@ -91,16 +87,9 @@ def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
 
 
 def test_export_is_refused(model, prompt):
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens, mask):
-            return self.model(tokens, attention_mask=mask, use_cache=False).logits
-
+    given = {"attention_mask": torch.ones_like(prompt), "use_cache": False}
     with flexmask_hf.sparse_prefill(model, **OPTIONS), pytest.raises(Exception, match=r"flexmask does not serve torch\.export"):
-        torch.export.export(Logits(), (prompt, torch.ones_like(prompt)), strict=True)
+        torch.export.export(model, (prompt,), given, strict=True)
 
 
 @pytest.mark.parametrize("head_dim", [8, 32], ids=["no mask", "a mask"])

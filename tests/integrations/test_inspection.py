@@ -45,12 +45,8 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
     case.key[:, :, ~visible.any(0)] = math.nan  # what nobody sees does not matter
     inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords(), **sinks)
     found = block_attention(inputs, 16, most_scores)
-    expected = torch.tensor(
-        [
-            [float(part.sum() / seen.any(1).sum()) for part in rows.split(16, 1)]
-            for rows, seen in zip(attention.split(16), visible.split(16), strict=True)
-        ]
-    )
+    blocks = zip(attention.split(16), visible.split(16), strict=True)
+    expected = torch.tensor([[float(part.sum() / seen.any(1).sum()) for part in rows.split(16, 1)] for rows, seen in blocks])
     assert found.dtype == torch.float32
     assert torch.equal(found.isnan(), expected.isnan())
     assert (found - expected).abs().nan_to_num(0.0).max() < 1e-6
@@ -58,9 +54,10 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
     assert expected.nansum() > 2
 
 
-@pytest.mark.parametrize("name", ["whole", "chunk", "window"])
-def test_held_attention_is_that_of_sampled_rows(name):
-    given = {"whole": {}, "chunk": {"q_len": 61, "kv_len": 200}, "window": {"scores": {"window": 50}}}[name]
+@pytest.mark.parametrize(
+    "given", [{}, {"q_len": 61, "kv_len": 200}, {"scores": {"window": 50}}], ids=["whole", "chunk", "window"]
+)
+def test_held_attention_is_that_of_sampled_rows(given):
     case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given})
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
     found = held_by_quarter(attention_inputs(case.query, case.key, scale=0.3, **case.keywords()), keep, 16, rows=2)
@@ -95,16 +92,8 @@ def inspected():
     """Model, prompt, an inspection of layer 1, heads 0 and 3, and the calls of `progress`."""
     model = make_model()
     prompt = torch.randint(1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
-    steps = []
-    found = inspect_prefill(
-        model,
-        prompt,
-        layers=np.array([1, 1]),
-        heads=[np.int64(0), 3],
-        progress=lambda done, of: steps.append((done, of)),
-        **SPARSE,
-        dense_layers=(0,),
-    )
+    steps, options = [], {**SPARSE, "dense_layers": (0,), "layers": np.array([1, 1]), "heads": [np.int64(0), 3]}
+    found = inspect_prefill(model, prompt, progress=lambda *step: steps.append(step), **options)
     return model, prompt, found, steps
 
 
@@ -134,7 +123,6 @@ def test_inspection_warns_where_the_end_holds_less(inspected):
     assert found.held[1][3] < 1
     assert replace(found, held={0: (0.9, 0.9, 0.9, 0.85), 1: (0.95, 0.9, 0.9, 0.85)}).warning is None
     warning = replace(found, held={0: (0.9, 0.8, 0.8, 0.7), 1: (1.0, 0.9, 0.9, 0.8)}).warning
-    assert warning is not None
     assert "75.0% of the attention of the prompt's last quarter, 95.0% of the first's" in warning
     assert replace(found, held={}).warning is None
 
@@ -145,11 +133,9 @@ def test_method_without_a_map_holds_everything():
     assert found.held_by_quarter == pytest.approx([1.0] * 4, abs=1e-5)
     assert all(head.attention_kept == pytest.approx(1.0, abs=1e-5) for head in found.heads)
     lost = {0: (1.0, 0.9, 0.9, 0.5)}
-    warning = replace(found, held=lost).warning
-    assert warning is not None
-    assert warning.endswith("Let method 'causal' keep more blocks.")
+    assert replace(found, held=lost).warning.endswith("Let method 'causal' keep more blocks.")
     run = replace(found.run, settings=PrefillSettings(method="flexprefill"))
-    assert "Raise gamma" in (replace(found, held=lost, run=run).warning or "")
+    assert "Raise gamma" in replace(found, held=lost, run=run).warning
 
 
 @pytest.mark.attention

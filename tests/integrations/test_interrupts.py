@@ -10,7 +10,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.probe import backward_through_loss
-from tests.integrations.test_overlapping_blocks import is_untouched
+from tests.integrations.common import is_untouched
 from tests.interrupts import in_another_thread, interrupted
 
 # of what enters and leaves, without the forward and the checks of options

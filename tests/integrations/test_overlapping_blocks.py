@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.session import SWITCHED, Session
+from tests.integrations.common import is_untouched
 
 # all dense: the reason of a call shows whose options it ran with
 BELOW = (1000, 2000, 3000)
@@ -22,16 +22,6 @@ def block(model, number, **options):
 
 def ran_in(run):
     return [BELOW.index(int(reason.rsplit(" ", 1)[1])) for reason in run.reasons.get(0, [])]
-
-
-def is_untouched(model):
-    return (
-        model.config._attn_implementation == "sdpa"
-        and not hasattr(model.config, "flexmask_config")
-        and not Session.of(model).scopes
-        and not model.base_model._forward_hooks
-        and not SWITCHED
-    )
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

@@ -27,11 +27,12 @@ def positions_of(bounds):
 
 
 def arguments(form, bounds=BOUNDS):
-    """A collator's keywords: restarting positions, or bounds by flash-attn's names."""
-    bounds = torch.tensor(bounds, dtype=torch.int32)
-    longest = int(bounds.diff().max())
+    """A collator's keywords: restarting positions, bounds by flash-attn's names, or both with bounds in lists."""
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    positions = {} if form == "bounds" else {"position_ids": positions_of(bounds)}
+    bounds = bounds if form == "lists" else torch.tensor(bounds, dtype=torch.int32)
     flash = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    return {"use_cache": False, **(flash if form == "bounds" else {"position_ids": positions_of(bounds.tolist())})}
+    return {"use_cache": False, **positions, **({} if form == "positions" else flash)}
 
 
 def one_by_one(model, tokens, bounds=BOUNDS):
@@ -68,13 +69,7 @@ def test_statistics_name_the_sequence_of_a_pack(model, tokens):
         model(tokens[:1], **arguments("positions"))
     rows = [row for row in run.rows() if row["layer"] == 1 and row["head"] == 0]
     assert [(row["call"], row["sequence"]) for row in rows] == [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
-    assert [row["reason"] for row in rows] == [
-        "50 tokens < dense_below 100",
-        None,
-        "1 tokens < dense_below 100",
-        "39 tokens < dense_below 100",
-        None,
-    ]
+    assert [row["reason"] for row in rows] == [f"{n} tokens < dense_below 100" if n else None for n in (50, 0, 1, 39, 0)]
     assert [None if mask is None else mask.shape[2] for mask in run.masks[1]] == [None, 200, None, None, 290]
 
 
@@ -133,15 +128,12 @@ def test_what_does_not_fit_a_pack_is_refused(model, tokens, changes, error, mess
 
 @pytest.mark.parametrize(("compiled", "form"), [("layers", "positions"), ("layers", "lists"), ("model", "lists")])
 def test_compiled_code_keeps_sequences_apart(model, tokens, compiled, form):
-    expected, given, run = one_by_one(model, tokens[:1]), arguments("positions"), model
-    if form == "lists":
-        longest = max(end - start for start, end in itertools.pairwise(BOUNDS))
-        given.update(cu_seq_lens_q=BOUNDS, cu_seq_lens_k=BOUNDS, max_length_q=longest, max_length_k=longest)
+    expected, run = one_by_one(model, tokens[:1]), model
     if compiled == "model":
         run = torch.compile(model.forward, backend="eager")
     else:
         for layer in model.model.layers:
             layer.self_attn.compile(backend="eager")
     with flexmask_hf.sparse_prefill(model, **OPTIONS["gamma 1"]):
-        logits = run(tokens[:1], **given).logits
+        logits = run(tokens[:1], **arguments(form)).logits
     assert (logits - expected).abs().max() < 1e-4

@@ -1,7 +1,5 @@
 """Models and calls that the adapter refuses by name, when a block opens or in the forward."""
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -9,9 +7,8 @@ import transformers
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.mask import PrefillMask
-from flexmask.integrations.huggingface.session import SWITCHED, Session
-from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, RELEASE, dynamic_cache, make_model
-from tests.integrations.families import VOCABULARY
+from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, RELEASE, dynamic_cache, is_untouched, make_model
+from tests.integrations.families import SIZES
 
 FORWARD_REFUSALS = {
     "4-D": {"attention_mask": torch.ones(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool).tril()},
@@ -42,8 +39,7 @@ def test_forward_refuses(model, tokens, what):
         model(tokens, **FORWARD_REFUSALS[what])
 
 
-def test_bidirectional_attention_is_refused(tokens):
-    model = make_model()
+def test_bidirectional_attention_is_refused(model, tokens):
     model.model.layers[1].self_attn.is_causal = False  # a model of such layers only is refused on entering
     with pytest.raises(NotImplementedError, match="bidirectional"), flexmask_hf.sparse_prefill(model):
         model(tokens)
@@ -94,51 +90,32 @@ def test_continuous_batching_is_refused(model, tokens):
         model.generate_batch([[1, 2, 3]])
 
 
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-
-
-def bert(**options):
-    return transformers.BertModel(transformers.BertConfig(vocab_size=VOCABULARY, **SIZES, **options))
-
-
-def llama4():
-    config = transformers.Llama4TextConfig(
-        vocab_size=VOCABULARY, **SIZES, num_key_value_heads=2, head_dim=16, num_local_experts=2, intermediate_size_mlp=32
-    )
-    return transformers.Llama4ForCausalLM(config)
-
-
-MODELS = {
-    "encoder": (bert, "BertModel, an encoder: every layer's attention is marked as bidirectional; use", "attention interface"),
-    "encoder and decoder": (
-        lambda: transformers.BartForConditionalGeneration(
-            transformers.BartConfig(vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1)
+@pytest.mark.parametrize(
+    ("kind", "config", "options", "message"),
+    [
+        # the BERT of release 4 has attention of its own
+        (
+            "Model",
+            "Bert",
+            {},
+            "BertModel, an encoder: every layer's attention is marked as bidirectional; use|attention interface",
         ),
-        "BartForConditionalGeneration, an encoder with a decoder, whose cross attention it does not know; use",
-        "",
-    ),
-    "chunked": (llama4, "Llama4ForCausalLM, a model with chunked attention", ""),
-    "attention weights": (
-        lambda: make_model(attn_implementation="eager", output_attentions=True),
-        'LlamaForCausalLM, a config with output_attentions; use attn_implementation="eager"',
-        "",
-    ),
-}
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_model_is_refused_and_left_as_it_was(make):
-    build, message, before_5 = MODELS[make]
-    model = build()
-    former = model.config._attn_implementation
-    errors = (NotImplementedError, ValueError) if before_5 else NotImplementedError
-    with (
-        pytest.raises(errors, match=f"{message}|{before_5}" if before_5 else message) as caught,
-        flexmask_hf.sparse_prefill(model),
-    ):
+        (
+            "ForConditionalGeneration",
+            "Bart",
+            {},
+            "Bart.*, an encoder with a decoder, whose cross attention it does not know; use",
+        ),
+        ("ForCausalLM", "Llama4Text", {"num_local_experts": 2}, "Llama4ForCausalLM, a model with chunked attention"),
+        ("ForCausalLM", "Llama", {"output_attentions": True}, 'a config with output_attentions; use attn_implementation="eager"'),
+    ],
+)
+def test_model_is_refused_and_left_as_it_was(kind, config, options, message):
+    config_of = getattr(transformers, f"{config}Config")
+    model_of = getattr(transformers, config.removesuffix("Text") + kind)
+    model = model_of(config_of(**SIZES, **options, attn_implementation="eager"))
+    with pytest.raises((NotImplementedError, ValueError), match=message) as caught, flexmask_hf.sparse_prefill(model):
         pytest.fail("entered")
+    assert (type(caught.value) is NotImplementedError) or "attention interface" in str(caught.value)
     assert "text_config" not in str(caught.value)
-    assert model.config._attn_implementation == former
-    assert not Session.of(model).scopes
-    assert not SWITCHED
-    assert not model.base_model._forward_hooks
+    assert is_untouched(model, "eager")

@@ -20,14 +20,11 @@ HEADS = 4
 def stats_of(seed, batch=1, hybrid=False):
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS)
-    density, coverage, rows = torch.rand((3, *shape), generator=generator)
-    counts = torch.randint(100, (2, *shape), generator=generator)
-    query_aware, is_dense = torch.rand((2, *shape), generator=generator) < 0.4
-    distance = torch.full(shape, math.nan) if hybrid else torch.rand(shape, generator=generator)
-    rows = rows if hybrid else torch.full(shape, math.nan)
-    own = {"is_query_aware": query_aware, "js_distance": distance, "density": density, "coverage": coverage, "row_coverage": rows}
-    own["least_row_coverage"] = rows / 2
-    own |= {"num_vertical_blocks": counts[0], "num_slash_blocks": counts[1], "is_dense": is_dense}
+    names = ("density", "coverage", "row_coverage", "least_row_coverage", "js_distance")
+    own = {name: torch.rand(shape, generator=generator) for name in names}
+    own |= {name: own["density"] < most for name, most in (("is_query_aware", 0.4), ("is_dense", 0.2))}
+    unknown = ("js_distance",) if hybrid else ("row_coverage", "least_row_coverage")
+    own |= {name: torch.full(shape, math.nan) for name in unknown}
     return replace(dense_stats(batch), **own, dense=False)
 
 
@@ -48,10 +45,8 @@ def recorded(calls=6, max_calls=None, **options):
         batch, q_len = 1 + call % 2, 100 + 10 * call
         size = CallSize(batch, q_len, q_len + 64 * (call % 2))
         run.record(0, stats_of(call, batch), call, None, 10 + call, size)
-        dense = call % 3 == 0
-        run.record(
-            1, dense_stats(batch) if dense else stats_of(50 + call, batch), None, "short" if dense else None, 10 + call, size
-        )
+        of_two = (dense_stats(batch), None, "short") if call % 3 == 0 else (stats_of(50 + call, batch), None, None)
+        run.record(1, *of_two, 10 + call, size)
         run.record(2, dense_stats(batch), None, "in dense_layers", 10 + call, size)
     return run
 
@@ -95,10 +90,8 @@ def test_summary_adds_up_the_rows():
 def test_summary_is_short_and_prints_a_line_a_layer():
     run = recorded()
     summary = run.summary()
-    assert repr(summary).startswith(
-        f"<RunSummary: 6 prefills of 9 sequences, 1,140 tokens in all, density {summary.density:.1%}, "
-    )
-    assert repr(summary).endswith("2 of 3 layers sparse>")
+    said = f"6 prefills of 9 sequences, 1,140 tokens in all, density {summary.density:.1%}, "
+    assert repr(summary).startswith(f"<RunSummary: {said}") and repr(summary).endswith("2 of 3 layers sparse>")
     lines = str(summary).splitlines()
     assert len(lines) == 6
     shares = (summary.layers[0].density, summary.layers[0].coverage, summary.layers[0].lowest)

@@ -77,16 +77,14 @@ def test_options_of_the_block_are_saved_in_it_and_gone_after_it(model, tmp_path)
     with flexmask_hf.sparse_prefill(loaded) as run:
         pass
     assert run.settings == PrefillSettings(gamma=0.8, dense_layers=(1,))
-
-
-def test_options_of_the_model_stay_beside_those_of_blocks(model, tmp_path):
+    # the model's own stay beside those of blocks
     flexmask_hf.configure(model, gamma=0.9)
     with flexmask_hf.sparse_prefill(model, gamma=0.8), flexmask_hf.sparse_prefill(model) as inner:
         # the model's own, not the outer block's
         assert inner.settings.options == {"gamma": 0.9}
     with flexmask_hf.sparse_prefill(model, method=lambda *args, **options: None):
-        assert saved_config(model, tmp_path) == {"gamma": 0.9}
-    assert saved_config(model, tmp_path) == {"gamma": 0.9}
+        assert saved_config(model, tmp_path / "beside") == {"gamma": 0.9}
+    assert saved_config(model, tmp_path / "own") == {"gamma": 0.9}
 
 
 def test_copies_made_in_a_block_have_its_options(model, tokens):
