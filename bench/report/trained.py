@@ -140,5 +140,5 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "trained-settings": settings,
     "trained-chunks": chunks,
     "trained-methods": methods,
-    **{f"trained-tasks-{thousands(length)}": partial(tasks, length) for length in (32768, 65536, 131072)},
+    **{f"trained-tasks-{thousands(length)}": partial(tasks, length) for length in (32768, 65536)},
 }
