@@ -30,7 +30,6 @@ PICKS = range(3)
 
 
 def pick(candidates, number):
-    """One of the True entries, another for every number."""
     places = candidates.nonzero().tolist()
     return tuple(places[(number * 7919) % len(places)])
 
@@ -126,7 +125,6 @@ def other_constant(name, factor):
 
 
 def other_step(name, change):
-    """A step with other arguments or another result."""
     steps = hybrid.plain if hasattr(hybrid.plain, name) else plain
     right = getattr(steps, name)
     return steps, name, lambda *arguments: change(right, *arguments)
