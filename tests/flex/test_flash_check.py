@@ -65,7 +65,7 @@ def test_finds_a_right_kernel_right_and_the_factor_of_its_log_sum_exp(changes):
         assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.gradients else "")
 
 
-LSE_FAULTS = [({"lse_factor": factor}, {}, "found the log-sum-exp off by") for factor in (0.99, 0.7, 1.4427, math.nan)]
+LSE_FAULTS: Any = [({"lse_factor": factor}, {}, "found the log-sum-exp off by") for factor in (0.99, 0.7, 1.4427, math.nan)]
 LSE_FAULTS += [({"empty_lse": 0.0}, {"padded": True}, "other than -inf in rows that see nothing")]
 
 
