@@ -18,8 +18,6 @@ flexprefill_attention_varlen = functools.partial(sparse_attention_varlen, method
 
 @dataclass
 class Call(Case):
-    """A case with a value."""
-
     value: torch.Tensor = field(kw_only=True, repr=False)
 
     def attend(self, device="cpu", **keywords):

@@ -95,12 +95,10 @@ class Config:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Keywords of a mask function."""
         return {"block_size": self.block_size, **self.options}
 
     @property
     def call(self) -> dict[str, Any]:
-        """Keywords of sparse_attention."""
         return {"method": self.method, **self.keywords}
 
     @property

@@ -44,7 +44,6 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
-    """Torch's generators start alike in every test."""
     torch.manual_seed(0)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ STATES = {
     "as it is": contextlib.nullcontext,
     "no gradients": torch.no_grad,
     "inference": torch.inference_mode,
-    "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
-    "float64 by default": lambda: default_dtype(torch.float64),
+    **{f"{dtype} by default": partial(default_dtype, dtype) for dtype in (torch.bfloat16, torch.float64, torch.float16)},
     "meta by default": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "another autocast": lambda: torch.autocast("cpu", torch.float16),
@@ -26,12 +26,8 @@ STATES = {
         True, lambda: torch.is_autocast_enabled("cuda"), lambda on: torch.set_autocast_enabled("cuda", on)
     ),
     "cpu by default": lambda: torch.device("cpu"),
-    **{
-        f"{number} threads": lambda number=number: set_to(number, torch.get_num_threads, torch.set_num_threads)
-        for number in (2, 3, 4, 5)
-    },
+    **{f"{n} threads": partial(set_to, n, torch.get_num_threads, torch.set_num_threads) for n in (2, 3, 4, 5)},
     "deterministic": lambda: set_to(True, torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "float16 by default": lambda: default_dtype(torch.float16),
 }
 
 
@@ -53,8 +49,7 @@ def test_alternating_states_use_up_no_recompilations(counting):
     assert 12 < first[-1] <= len(STATES) + 1 and second[-1] == first[-1]
 
 
-def test_tf32_stays_off_while_any_thread_needs_it_off(matmul_precision):
-    """And is put back after an error."""
+def test_tf32_stays_off_while_any_thread_needs_it_off_and_is_put_back_after_an_error(matmul_precision):
     matmul_precision.use_tf32()
     inside, leave = threading.Event(), threading.Event()
 
@@ -94,8 +89,7 @@ def test_tf32_comes_back_after_an_interrupt_at_any_line(matmul_precision, then):
 
 
 @pytest.mark.parametrize("generic", ["none", "tf32"])
-def test_tf32_is_put_back_as_it_was(generic, matmul_precision):
-    """Set for matmuls, or inherited."""
+def test_tf32_of_matmuls_or_inherited_is_put_back_as_it_was(generic, matmul_precision):
     if not matmul_precision.newer:
         pytest.skip("this torch has no precision for everything")
     products = torch.backends.cuda.matmul

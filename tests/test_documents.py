@@ -147,7 +147,6 @@ def test_the_summary_shown_is_what_its_command_prints():
 
 
 def import_ours(code: str) -> None:
-    """Import what code imports from this repository."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("bench", "flexmask"):
             exec(ast.unparse(node), {})

@@ -14,7 +14,6 @@ from tests.expected import by_block, seen_pairs
 
 @pytest.fixture(autouse=True, scope="module")
 def table_as_it_was():
-    """The methods of this file leave the table of methods."""
     yield
     for name in ("nothing", "every_nth", "top_two", "of_all_kinds", "noting"):
         METHODS.pop(name, None)
@@ -22,7 +21,6 @@ def table_as_it_was():
 
 @method
 def nothing_mask(problem: BlockProblem) -> torch.Tensor:
-    """Keep no block by itself."""
     return torch.zeros_like(problem.seen.visible[:, None])
 
 
@@ -86,8 +84,7 @@ def test_a_name_belongs_to_one_function():
 
 
 def test_a_method_with_kernels_has_options_that_its_operator_can_pass():
-    def paired_mask(problem: BlockProblem, count: int | None = 1, pair: tuple[int, int] = (1, 2)) -> None:
-        """Options of which one is a tuple."""
+    def paired_mask(problem: BlockProblem, count: int | None = 1, pair: tuple[int, int] = (1, 2)) -> None: ...
 
     with pytest.raises(TypeError, match="option pair of a method with kernels must be"):
         method(paired_mask, has_kernels=True)

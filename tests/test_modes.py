@@ -15,18 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flexmask import flexprefill_mask, sparse_attention, sparse_attention_varlen
 from tests.compile_support import default_dtype
 from tests.held_open import HELD, STRICT_EXPORT, held_open
-from tests.public_calls import (
-    BOUNDS,
-    COMPILED,
-    OPTIONS,
-    PADDING,
-    UNCOMPILED,
-    assert_same_results,
-    attention,
-    inputs,
-    results,
-    users,
-)
+from tests.public_calls import COMPILED, OPTIONS, PADDING, UNCOMPILED, assert_same_results, attention, inputs, results, users
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +70,6 @@ def test_other_modes_and_defaults_change_nothing(state, expected):
     assert_same_results(found, expected)
 
 
-def faked(mode, *tensors):
-    return [mode.from_tensor(x) for x in tensors]
-
-
 FORMS = {
     "sparse": {},
     "statistics": {"return_stats": True},
@@ -104,36 +89,31 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_fake_tensors_give_shapes(form, dtype):
     options = {"dense_below": 0, "block_size": 32, **FORMS[form]}
-    mode, given = FakeTensorMode(), [x.to(dtype) for x in inputs()]
-    given = faked(mode, *given)
+    mode = FakeTensorMode()
+    given = [mode.from_tensor(x.to(dtype)) for x in inputs()]
     options = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     with torch.no_grad(), mode:
         found = sparse_attention(*given, **options)
         out, stats = found if "return_stats" in options else (found, None)
-        assert type(out) is FakeTensor and out.shape == (1, 4, 256, 16)
-        assert out.dtype == dtype
+        assert type(out) is FakeTensor and out.shape == (1, 4, 256, 16) and out.dtype == dtype
         assert stats is None or stats.density.shape == (1, 4)
 
 
 @pytest.mark.attention
 def test_fake_tensors_give_shapes_of_packed_sequences_between_bounds_of_ints():
-    mode = FakeTensorMode()
-    packed = [x[0].transpose(0, 1) for x in faked(mode, *inputs())]
-    bounds = mode.from_tensor(torch.tensor(BOUNDS))
-    with torch.no_grad(), mode:
-        assert sparse_attention_varlen(*packed, BOUNDS, **OPTIONS, dense_below=65).shape == (256, 4, 16)
-        with pytest.raises(ValueError, match="cu_seqlens_q must hold values; got a fake tensor"):
-            sparse_attention_varlen(*packed, bounds, **OPTIONS)
-
-
-def test_a_mode_that_takes_real_tensors_gives_shapes():
-    given = inputs()
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    given, bounds = inputs(), [0, 96, 160, 256]
+    # a mode that takes real tensors too
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert sparse_attention(*given, **OPTIONS, dense_below=0).shape == (1, 4, 256, 16)
+        packed = [mode.from_tensor(x)[0].transpose(0, 1) for x in given]
+        assert sparse_attention_varlen(*packed, bounds, **OPTIONS, dense_below=65).shape == (256, 4, 16)
+        with pytest.raises(ValueError, match="cu_seqlens_q must hold values; got a fake tensor"):
+            sparse_attention_varlen(*packed, mode.from_tensor(torch.tensor(bounds)), **OPTIONS)
 
 
 def test_fake_tensors_outside_of_their_mode_are_refused():
-    given = faked(FakeTensorMode(), *inputs())
+    mode = FakeTensorMode()
+    given = [mode.from_tensor(x) for x in inputs()]
     calls = [functools.partial(sparse_attention, *given, **OPTIONS, dense_below=below) for below in (None, 0)]
     for call in (*calls, lambda: flexprefill_mask(*given[:2])):
         with pytest.raises(ValueError, match="query must be used under its FakeTensorMode; got a fake tensor outside of it"):
@@ -167,10 +147,7 @@ def test_calls_that_need_no_kernel_run_during_a_strict_export():
 @pytest.mark.attention
 @pytest.mark.filterwarnings("ignore:torch.compile is ignored when called inside torch.export region:UserWarning")
 def test_what_torch_does_not_compile_during_an_export_is_compiled_after_it():
-    def first_call():
-        return attention(softcap=7.0)
-
     with torch.no_grad():
         with held_open(HELD["torch.export"]), pytest.raises(RuntimeError, match="again after the export"):
-            first_call()
-        torch.testing.assert_close(first_call(), first_call())
+            attention(softcap=7.0)
+        torch.testing.assert_close(attention(softcap=7.0), attention(softcap=7.0))

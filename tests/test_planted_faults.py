@@ -23,12 +23,13 @@ BLOCK = 16
 INPUTS = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
 CASE = Case(*INPUTS, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
 RESULT, EXPECTED = CASE.search(), CASE.reference()
+assert not assert_same_blocks(RESULT, EXPECTED).any() and (EXPECTED.density < 0.9).all()
+assert EXPECTED.is_query_aware.any() and not EXPECTED.is_query_aware.all()
 VISIBLE, FULL = (by_block(visible_pairs(CASE), BLOCK, every) for every in (False, True))
 PICKS = range(3)
 
 
 def pick(candidates, number):
-    """One of the True entries, another for every number."""
     places = candidates.nonzero().tolist()
     return tuple(places[(number * 7919) % len(places)])
 
@@ -56,11 +57,6 @@ def relabelled(number):
 
 FAULTS = [dropped, added, swapped, relabelled]
 faults = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-
-
-def test_the_case_is_fit_for_it():
-    assert not assert_same_blocks(RESULT, EXPECTED).any() and (EXPECTED.density < 0.9).all()
-    assert EXPECTED.is_query_aware.any() and not EXPECTED.is_query_aware.all()
 
 
 @faults
@@ -119,14 +115,7 @@ def test_comparison_of_compiled_attention_catches(fault):
             assert_same_attention(attend(fault(number)[1]), expected)
 
 
-def hybrid_case():
-    """Every clause of the rule decides something."""
-    generator = torch.Generator().manual_seed(5)
-    query, key = structured_inputs(generator, 1, 12, 4, 640, 640, 32, sharpness=5.0)
-    return Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, min_coverage=0.8, method="hybrid", row_stride=4))
-
-
-# the constants, with values under which all decide something; the others are those of the floor
+# the constants, with values under which all decide something in `hybrid_case`; the others are those of the floor
 SENSITIVE = hybrid.plain.Rule(320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4)
 
 
@@ -136,7 +125,6 @@ def other_constant(name, factor):
 
 
 def other_step(name, change):
-    """A step with other arguments or another result."""
     steps = hybrid.plain if hasattr(hybrid.plain, name) else plain
     right = getattr(steps, name)
     return steps, name, lambda *arguments: change(right, *arguments)
@@ -191,25 +179,19 @@ RULE_FAULTS = {
 
 
 @functools.cache
-def hybrid_expected():
-    return hybrid_case().reference()
+def hybrid_case():
+    """A case in which every clause of the rule decides something, and what the oracle decides."""
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 12, 4, 640, 640, 32, sharpness=5.0)
+    case = Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, min_coverage=0.8, method="hybrid", row_stride=4))
+    expected = case.reference()
+    assert not assert_same_blocks(case.search(), expected).any()
+    return case, expected
 
 
-@pytest.fixture
-def _sensitive(monkeypatch):
-    """Constants that all decide something."""
-    monkeypatch.setattr(hybrid, "RULE", SENSITIVE)
-
-
-@pytest.mark.usefixtures("_sensitive")
-def test_the_rule_is_that_of_the_oracle():
-    assert not assert_same_blocks(hybrid_case().search(), hybrid_expected()).any()
-
-
-@pytest.mark.usefixtures("_sensitive")
 @pytest.mark.parametrize("fault", RULE_FAULTS.values(), ids=RULE_FAULTS)
 def test_comparison_with_the_oracle_catches_another_rule(fault, monkeypatch):
-    case, expected = hybrid_case(), hybrid_expected()
+    monkeypatch.setattr(hybrid, "RULE", SENSITIVE)
+    case, expected = hybrid_case()
     monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_blocks(case.search(), expected)

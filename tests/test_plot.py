@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,11 +50,8 @@ def test_density_is_the_mean_of_the_sparse_calls(pyplot):
 
 
 def test_heat_maps_take_what_has_rows(pyplot):
-    class Result:
-        def rows(self):
-            return [{"layer": 0, "head": 0, "density": 0.25}]
-
-    assert shown(plot_density(Result())).tolist() == [[0.25]]
+    result = SimpleNamespace(rows=lambda: [{"layer": 0, "head": 0, "density": 0.25}])
+    assert shown(plot_density(result)).tolist() == [[0.25]]
     # as from a generator, which is read once
     assert shown(plot_density(iter(head_rows())))[1, 0] == pytest.approx(0.11)
 

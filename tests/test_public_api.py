@@ -42,16 +42,6 @@ def test_attention_takes_the_same_arguments_packed_and_as_a_batch():
         assert (whole[name].default, whole[name].annotation) == (packed[name].default, packed[name].annotation), name
 
 
-def test_what_is_wanted_comes_in_this_order():
-    query, key, value = torch.randn(1, 2, 64, 16), torch.randn(1, 1, 64, 16), torch.randn(1, 1, 64, 24)
-    assert sparse_attention(query, key, value).shape == (1, 2, 64, 24)
-    _, lse, stats = sparse_attention(query, key, value, return_lse=True, return_stats=True)
-    assert (lse.shape, lse.dtype) == ((1, 2, 64), torch.float32) and stats.dense
-    assert not isinstance(flexprefill_mask(query, key), tuple)
-    mask, stats = flexprefill_mask(query, key, return_stats=True)
-    assert mask.shape[:2] == (1, 2) and not stats.dense
-
-
 @pytest.mark.parametrize("name", [None, *MASKS])
 def test_statistics_are_frozen_tensors_by_head(name):
     query, key = torch.randn(2, 4, 64, 16), torch.randn(2, 2, 64, 16)

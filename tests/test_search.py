@@ -16,11 +16,8 @@ from tests.comparisons import assert_as_the_oracle, assert_honest, assert_same_s
 from tests.compile_support import assert_same_lists
 
 
-def test_equals_the_reference():
+def test_equals_the_reference_also_where_blocks_are_dropped():
     compare_drawn(cases(), 120)
-
-
-def test_equals_the_reference_where_blocks_are_dropped():
     compare_drawn(sparse_cases(), 50).check_kinds()
     compare_drawn(published_cases(max_budget=None), 60).check_kinds()
 
@@ -91,12 +88,9 @@ class NoFloat64(TorchDispatchMode):
         return out
 
 
-def test_float64_is_not_asked_for_where_there_is_none():
+def test_selection_needs_no_float64_where_there_is_none(monkeypatch):
     found = {name: widest_float(torch.device(name)) for name in ("cpu", "cuda", "mps")}
     assert found == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
-
-
-def test_selection_needs_no_float64(monkeypatch):
     for module in (select, blocks):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 

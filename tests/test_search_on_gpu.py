@@ -152,7 +152,6 @@ def test_attention_reads_nothing_that_was_not_written(cuda):
 
 
 def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(cuda, matmul_precision):
-    """The kernels ignore the setting."""
     config = Config(0.8, 0.3, block_size=32, min_budget=32, method="published")
     query, key = structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64)
     case = Case(query, key, config).to(cuda)

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import re
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -163,11 +164,12 @@ def test_a_method_that_is_not_there_is_refused(named):
         selector_of(named, 128, {})
 
 
-OPTIONS = {"gamma": 0.5, "block_size": 32, "min_budget": 32, "row_stride": 4, "window": 100, "q_offset": 64, "scale": 0.5}
 NUMPY = {
     "gamma": np.float32(0.5), "block_size": np.int64(32), "min_budget": np.int32(32), "row_stride": np.uint8(4),
     "window": np.int64(100), "q_offset": np.int64(64), "scale": np.float16(0.5),
 }  # fmt: skip
+OPTIONS, BY_HEAD = {name: number.item() for name, number in NUMPY.items()}, [0.5, 0.6, 0.7, 0.9]
+SEQUENCES = [np.array(BY_HEAD), [np.float32(0.5), 0.6, 0.7, np.float64(0.9)], UserList(BY_HEAD)]
 
 
 def query_and_key():
@@ -175,28 +177,19 @@ def query_and_key():
     return torch.randn(1, 4, 128, 32, generator=generator), torch.randn(1, 2, 192, 32, generator=generator)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_numpy_scalars_give_the_same_mask(name):
+@pytest.mark.parametrize(
+    ("given", "plain"), [*(({name: NUMPY[name]}, {}) for name in NUMPY), *(({"gamma": x}, {"gamma": BY_HEAD}) for x in SEQUENCES)]
+)
+def test_numpys_numbers_and_sequences_by_head_give_the_same_mask(given, plain):
     query, key = query_and_key()
-    expected = hybrid_mask(query, key, **OPTIONS)
-    assert torch.equal(hybrid_mask(query, key, **OPTIONS | {name: NUMPY[name]}).to_dense(), expected.to_dense())
-
-
-@pytest.mark.parametrize("gamma", [np.array([0.5, 0.6, 0.7, 0.9]), [np.float32(0.5), 0.6, 0.7, np.float64(0.9)], range(1, 2)])
-def test_arrays_and_sequences_are_numbers_by_head(gamma):
-    query, key = query_and_key()
-    heads = len(gamma)
-    plain = [float(each) for each in gamma]
-    found, expected = (hybrid_mask(query[:, :heads], key[:, :1], block_size=32, gamma=each) for each in (gamma, plain))
-    assert torch.equal(found.to_dense(), expected.to_dense())
+    found, expected = (hybrid_mask(query, key, **OPTIONS | options).to_dense() for options in (given, plain))
+    assert torch.equal(found, expected)
 
 
 def test_every_entry_takes_them():
     query, key = query_and_key()
     sparse_attention(query, key, key, **NUMPY, dense_below=np.int64(1000), max_mask_bytes=np.int64(2**20))
-    rows = query[0].transpose(0, 1)
-    bounds = np.array([0, 50, 128])
-    keys = key[0, :, :128].transpose(0, 1)
+    rows, keys, bounds = query[0].transpose(0, 1), key[0, :, :128].transpose(0, 1), np.array([0, 50, 128])
     given = (rows, keys, keys)
     expected = sparse_attention_varlen(*given, [0, 50, 128], [0, 50, 128], dense_below=1000)
     found = sparse_attention_varlen(*given, bounds, bounds, max_seqlen_q=np.int64(78), dense_below=np.int32(1000))

@@ -15,6 +15,7 @@ from flexmask.flex.block_mask import block_mask_from_lists
 from tests.comparisons import assert_same_attention
 from tests.compile_support import recompilations
 from tests.expected import masked_attention, seen_pairs
+from tests.export.selections import over_tokens
 
 BLOCK, LENGTH, BLOCKS = 16, 100, 7
 QUERY, KEY, VALUE = (torch.randn(2, heads, LENGTH, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
@@ -30,12 +31,10 @@ def counts(*shape: int) -> Tensor:
 
 
 def made_of(kv_num_blocks, kv_indices, *full, size=BLOCK, lengths=(LENGTH, LENGTH), mod=every_pair):
-    """A BlockMask of lists, whatever they hold."""
     return block_mask_from_lists((kv_num_blocks, kv_indices, *(full or (None, None))), mod, size, lengths)
 
 
 def attend(mask: object, method: Any = None, **options: Any) -> Any:
-    """The compiled kernel under a user's `mask`."""
 
     def my_method(query, key, **given):
         return mask
@@ -111,7 +110,6 @@ def lists_of(keep: Tensor, dtype: torch.dtype = torch.int32, beyond: int = 0) ->
 
 
 def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
-    """Lists of a mask and the blocks that it keeps, by name."""
     number, indices = lists_of(KEEP)
     nothing = lists_of(NOTHING)
     narrow = KEEP & (KEEP.cumsum(-1) <= 3)
@@ -129,14 +127,13 @@ def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
     }  # fmt: skip
 
 
+pairs_of = functools.partial(over_tokens, sizes=(BLOCK, BLOCK), lengths=(LENGTH, LENGTH))
+
+
 def expected(pairs: Tensor) -> Tensor:
     """Dense attention under pairs by head and PADDED."""
     visible = seen_pairs(LENGTH, torch.zeros(2, dtype=torch.int64), PADDED["attention_mask"], PADDED["window"])
     return masked_attention(QUERY, KEY, VALUE, (pairs & visible[:, None]).expand(2, 4, -1, -1))[0]
-
-
-def pairs_of(keep: Tensor) -> Tensor:
-    return keep.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)[..., :LENGTH, :LENGTH]
 
 
 @pytest.mark.attention

@@ -1,5 +1,6 @@
 """sparse_attention_varlen: each packed sequence gets what it gets alone; wrong bounds and arguments are refused by name."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from flexmask.flex.packed import attention_in_one_call
 from flexmask.varlen import segments_of
 from tests.attention_calls import SINKS, flexprefill_attention, flexprefill_attention_varlen
 from tests.cases import structured_inputs
-from tests.comparisons import TOLERANCES, assert_same_stats
+from tests.comparisons import assert_same_stats
 from tests.compile_support import counting as counting
 from tests.compile_support import traced
 
@@ -23,6 +24,7 @@ SPARSE: dict[str, Any] = {"gamma": 0.6, "tau": 0.1, "block_size": 32, "min_budge
 Q_LENS = (300, 40, 0, 300, 0, 1, 150, 90)
 K_LENS = (300, 40, 50, 300, 0, 77, 333, 97)
 LONG = 256  # dense below this
+assert_close = partial(torch.testing.assert_close, atol=2e-5, rtol=2e-5)
 
 
 def pack(q_lens=Q_LENS, k_lens=K_LENS, heads=(4, 2), head_dims=(32, 24), seed=0):
@@ -47,11 +49,6 @@ def alone(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **keyw
         given = (query[:, :, rows], key[:, :, keys], value[:, :, keys])
         results.append(flexprefill_attention(*given, **keywords) if rows.stop > rows.start else None)
     return results
-
-
-def assert_close(out: Tensor, expected: Tensor) -> None:
-    tolerance = TOLERANCES[out.dtype]
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
 def one_call(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **scores: Any) -> Tensor:
@@ -231,10 +228,8 @@ BOUNDS_REFUSED: list[tuple[Any, type[Exception], str]] = [
     (META, ValueError, r"cu_seqlens_q must hold values; got a tensor on the meta device"),
     (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
 ]
-NO_ROWS, NO_KEYS = (
-    {"query": torch.empty(0, 4, 16), "cu_seqlens_q": [0, 0]},
-    dict.fromkeys(("key", "value"), torch.empty(0, 2, 16)),
-)
+NO_ROWS = {"query": torch.empty(0, 4, 16), "cu_seqlens_q": [0, 0]}
+NO_KEYS = dict.fromkeys(("key", "value"), torch.empty(0, 2, 16))
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"cu_seqlens_q": bounds}, error, message) for bounds, error, message in BOUNDS_REFUSED),
     ({"cu_seqlens_k": META}, ValueError, "cu_seqlens_k must hold values; got a tensor on the meta device"),
@@ -260,12 +255,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def right() -> dict[str, Any]:
-    key = torch.randn(60, 2, 16)
-    return {"query": torch.randn(50, 4, 16), "key": key, "value": key, "cu_seqlens_q": [0, 30, 50], "cu_seqlens_k": [0, 30, 60]}
-
-
 @pytest.mark.parametrize(("changes", "error", "message"), REFUSED)
 def test_wrong_arguments_are_refused_by_name(changes, error, message):
+    key, bounds = torch.randn(60, 2, 16), {"cu_seqlens_q": [0, 30, 50], "cu_seqlens_k": [0, 30, 60]}
     with pytest.raises(error, match=message):
-        sparse_attention_varlen(**{**right(), **changes})
+        sparse_attention_varlen(**{"query": torch.randn(50, 4, 16), "key": key, "value": key, **bounds, **changes})

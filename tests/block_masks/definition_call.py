@@ -35,7 +35,6 @@ class Call:
         self.last_query_block = self.seen.valid_rows[-1] // self.block_size if self.seen.valid_rows else -1
 
     def scores(self, h: int, rows: Blocks, keys: Tensor) -> Tensor:
-        """Capped scores, (rows, keys)."""
         return self.heads[h].scores(self.heads[h].query[rows], keys)
 
     def score_of_mean(self, h: int, rows: Blocks, keys: Tensor) -> Tensor:

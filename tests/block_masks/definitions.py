@@ -230,9 +230,7 @@ TESTED = {
     ),
     "hybrid": Tested(None, {"gamma": 0.5, "min_budget": 0}, {"gamma": 1.0}),
     "infllm": Tested(
-        infllm,
-        {"topk_blocks": 1, "local_tokens": 40, "execution_blocks": 2},
-        {"topk_blocks": 64},
+        infllm, {"topk_blocks": 1, "local_tokens": 40, "execution_blocks": 2}, {"topk_blocks": 64},
         # at the edges of a block
         ({"topk_blocks": 0, "sink_blocks": 0, "local_tokens": 33, "execution_blocks": 1},),
     ),

@@ -44,7 +44,6 @@ def map_of(name: str, case: Case, **options: Any) -> Tensor:
 
 
 def chosen_of(name: str, case: Case) -> list[Tensor]:
-    """The map and the statistics."""
     both: Any = mask_of(name, case, **TESTED[name].sparse, return_stats=True)
     mask, stats = both
     return [mask.to_dense(), *(x for x in vars(stats).values() if isinstance(x, Tensor))]
@@ -91,8 +90,7 @@ def test_slices_of_rows_change_nothing(name, case, monkeypatch):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", ["query", "key"])
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("infllm", "causal")])
-def test_a_head_that_is_not_finite_spoils_no_other(name, part, bad):
-    """Nor its statistics."""
+def test_a_head_that_is_not_finite_spoils_no_other_nor_its_statistics(name, part, bad):
     case = call(q_len=112, batch=2, seed=5, sharpness=2.0)
     expected = chosen_of(name, case)
     getattr(case, part)[0, 1, 50::10] = bad  # also of the last rows
@@ -106,8 +104,7 @@ def test_a_head_that_is_not_finite_spoils_no_other(name, part, bad):
 # of every row or of this one's window; keys out of every row's window still weigh in their block's mean
 @pytest.mark.parametrize("of", ["right padding", "offsets, window and left padding", "holes and window"])
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "published"])  # which takes no padding
-def test_what_no_token_holds_does_not_matter(name, of):
-    """Neither padding nor what stands behind a chunk."""
+def test_what_padding_and_slots_behind_a_chunk_hold_does_not_matter(name, of):
     case = case_of(of)
     q_len, kv_len = case.query.shape[2], case.key.shape[2]
     expected = map_of(name, case)

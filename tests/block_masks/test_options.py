@@ -13,8 +13,6 @@ from tests.repository import ROOT
 
 INPUTS = torch.zeros(1, 4, 64, 32), torch.zeros(1, 2, 64, 32)
 OWN = [name for name in MASKS if name != "causal"]
-
-
 # published has flexprefill's; hybrid's row_stride is no count
 COUNTS = [
     (name, option) for name in OWN for option, default in METHODS[name].defaults.items()

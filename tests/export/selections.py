@@ -17,7 +17,6 @@ LONG = {"1000": (1000, 1000, 128), "chunk of 1000": (200, 1000, 64)}
 
 
 def over_tokens(blocks: Tensor, sizes: tuple[int, int], lengths: tuple[int, int]) -> Tensor:
-    """The pairs of blocks of `sizes` rows and keys."""
     return blocks.repeat_interleave(sizes[0], -2).repeat_interleave(sizes[1], -1)[..., : lengths[0], : lengths[1]]
 
 

@@ -31,7 +31,7 @@ def pairs_of_lists(case, lists, columns):
 
 
 @pytest.mark.parametrize(("shape", "geometry"), ALL)
-def test_map_and_index_list_hold_the_kept_blocks(shape, geometry):
+def test_maps_lists_and_bsr_hold_the_kept_blocks_and_pairs(shape, geometry):
     case = drawn(shape, **geometry)
     for dtype in (torch.bool, torch.uint8, torch.int32):
         found = to_block_map(case.mask, dtype=dtype)
@@ -42,19 +42,9 @@ def test_map_and_index_list_hold_the_kept_blocks(shape, geometry):
     listed = torch.where(case.keep, torch.arange(blocks), blocks).sort(-1).values
     assert torch.equal(indices, listed.where(listed < blocks, -1).int())
     assert torch.equal(counts, case.keep.sum(-1).int())
-
-
-@pytest.mark.parametrize(("shape", "geometry"), ALL)
-def test_flash_lists_give_the_pairs(shape, geometry):
-    case = drawn(shape, **geometry)
     for tile in (shape[2], shape[2] // 2):
         lists = to_flash_attn(case.mask, kv_tile=tile) if tile < shape[2] else to_flash_attn(case.mask)
         assert torch.equal(pairs_of_lists(case, lists, tile), case.pairs)
-
-
-@pytest.mark.parametrize(("shape", "geometry"), ALL)
-def test_bsr_gives_the_pairs(shape, geometry):
-    case = drawn(shape, **geometry)
     q_len, kv_len, size = shape
     for prompt, head in itertools.product(range(len(case.keep)), range(3)):
         blocks = to_bsr(case.mask, head=head, row=prompt, with_pairs=True)

@@ -14,8 +14,6 @@ from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, Verdict
 RIGHT = Verdict(lse_factor=LSE_FACTORS[1])
 WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0.02 is allowed)")
 NO_LSE = Verdict(lse_reason="its check here found the log-sum-exp off by 1.5 (0.001 is allowed)")
-
-
 CALL = {"block_size": 128, "return_lse": False, "is_dense": False, "shared": False}
 
 
@@ -110,17 +108,20 @@ def test_dense_calls_check_flash_by_name_only(chosen):
     assert chosen("flash", is_dense=True, verdict=None).name == "flash"
 
 
-@pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])
-def test_the_log_sum_exp_has_no_gradient_by_flash(chosen, given):
-    with pytest.raises(ValueError, match="does not differentiate its log-sum-exp, which return_lse and sinks need"):
-        chosen("flash", needs_grad=True, **given)
-    assert chosen.asked == []
+NO_LSE_GRADIENT = "does not differentiate its log-sum-exp, which return_lse and sinks need"
+OTHER_GPU = "it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 (got {})"
+NEVER = [
+    *(({"needs_grad": True, wanted: True}, NO_LSE_GRADIENT) for wanted in ("return_lse", "has_sinks")),
+    ({"dtype": torch.float32}, "it needs float16 or bfloat16 (got float32)"),
+    *(({"capability": capability}, OTHER_GPU.format(capability)) for capability in (7, 8, 12)),
+]
 
 
-def test_flash_names_a_dtype_that_it_cannot_take(chosen):
-    with pytest.raises(ValueError, match=r"it needs float16 or bfloat16 \(got float32\)"):
-        chosen("flash", dtype=torch.float32)
-    assert chosen("auto", dtype=torch.float32) == Backend("triton") and chosen.asked == []
+@pytest.mark.parametrize(("given", "reason"), NEVER)
+def test_what_flash_never_takes_is_refused_unchecked(chosen, given, reason):
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        chosen("flash", **given)
+    assert chosen.asked == [] and chosen("auto", **given) == Backend("triton") and chosen.asked == []
 
 
 @pytest.mark.parametrize("capability", [10, 11])
@@ -129,10 +130,3 @@ def test_flash_by_name_is_untested_on_blackwell(chosen, capability):
         assert chosen("flash", capability).name == "flash"
     with pytest.warns(UserWarning, match="untested"), pytest.raises(ValueError, match="block lists ignored"):
         chosen("flash", capability, verdict=WRONG)
-
-
-@pytest.mark.parametrize("capability", [7, 8, 12])
-def test_flash_is_refused_on_other_gpus(chosen, capability):
-    reason = rf"it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 \(got {capability}\)"
-    with pytest.raises(ValueError, match=reason):
-        chosen("flash", capability)

@@ -15,11 +15,11 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
 from flexmask import flexprefill_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs, tiled_list_bytes
 from flexmask.base.selection import BlockLists, block_lists
-from flexmask.block_masks import causal_mask
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.run import in_key_tiles
 from tests.attention_calls import CPP_ERROR, call, check, padding
+from tests.block_masks.definitions import MASKS, SPARSE
 from tests.comparisons import assert_same_attention, dense_map
 from tests.compile_support import assert_same_lists
 from tests.expected import masked_attention, pairs_under
@@ -46,10 +46,7 @@ CASES = {
 @pytest.mark.parametrize("method", ["flexprefill", "causal"])
 def test_mask_comes_back_the_same(way, case, method):
     query, key = 3 * torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
-    if method == "causal":
-        mask = causal_mask(query, key, block_size=32, **case)
-    else:
-        mask = flexprefill_mask(query, key, gamma=0.5, block_size=32, min_budget=0, **case)
+    mask = MASKS[method](query, key, block_size=32, **SPARSE[method], **case)
     got = way(mask)
     assert type(got) is type(mask)
     assert_same_lists(got, mask)
@@ -73,18 +70,11 @@ def test_changed_mask_is_not_taken_for_the_one_that_was_made():
     for save in (pickle.dumps, saved):
         with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
             save(mask)
-
-
-def everything(b, h, q, k):
-    return k >= 0
-
-
-def test_mask_with_a_mask_mod_of_a_module_is_pickled():
-    mask = small_mask()
-    mask.mask_mod = everything
+    # of a module
+    mask.mask_mod = causal
     for way in WAYS.values():
         got = way(mask)
-        assert type(got) is BlockMask and got.mask_mod is everything
+        assert type(got) is BlockMask and got.mask_mod is causal
         assert_same_lists(got, mask)
 
 
@@ -98,8 +88,8 @@ def test_mask_moves_with_what_its_mask_mod_captures(case):
         assert moved.kv_indices.device.type == "meta" and moved.mask_mod(*index).device.type == "meta"
     assert_same_lists(saved(mask.to("cpu")), mask)
     assert torch.equal(mask.to("cpu").to_dense(), mask.to_dense())
-    mask.mask_mod = everything
-    assert mask.to("cpu").mask_mod is everything
+    mask.mask_mod = causal
+    assert mask.to("cpu").mask_mod is causal
 
 
 def test_dropped_mask_is_freed_at_once():
@@ -191,8 +181,9 @@ def drawn_mask(kv_len, size=128, rows=3):
 
 @pytest.mark.parametrize("kv_len", [1, 63, 64, 65, 128, 129, 192, 193, 1000, 1024])
 @pytest.mark.parametrize("tile", [16, 64])
-def test_each_block_is_listed_as_its_tiles(kv_len, tile):
+def test_each_block_is_listed_as_its_tiles_of_sizes_that_divide_it(kv_len, tile):
     mask, partial, full = drawn_mask(kv_len)
+    assert all(in_key_tiles(mask, other) is mask for other in (80, 128, 256))
     narrow = in_key_tiles(mask, tile)
     assert narrow.BLOCK_SIZE == (128, tile) and narrow.mask_mod is causal
     assert tuple(narrow.seq_lengths) == (384, kv_len)
@@ -204,11 +195,6 @@ def test_each_block_is_listed_as_its_tiles(kv_len, tile):
         assert int(indices.min()) >= 0 and int(indices.max()) < existing
         assert torch.equal(dense_map(counts, indices), expected.repeat_interleave(128 // tile, -1)[..., :existing])
         assert bool(((indices.diff(dim=-1) > 0) | (torch.arange(1, existing) >= counts.unsqueeze(-1))).all())
-
-
-def test_other_sizes_stay():
-    mask, *_ = drawn_mask(300)
-    assert all(in_key_tiles(mask, tile) is mask for tile in (80, 128, 256))
 
 
 @pytest.mark.parametrize(("head_dims", "block_size", "lists"), [((256, 256), 128, 3), ((192, 128), 128, 0), ((256, 256), 64, 0)])

@@ -105,7 +105,6 @@ def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.fixture
 def _no_break_even(monkeypatch):
-    """Only heads that keep everything run dense."""
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, 2.0)
 
 
@@ -134,7 +133,6 @@ def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
         ((1.0,) * 4, {}, "all"),
         (1.0, {}, "all"),
         (1.0, {"method": "hybrid"}, "all"),
-        ((1.0,) * 4, {"method": "hybrid"}, "all"),
         (GAMMAS, {"method": "hybrid"}, [False, True]),
         (0.3, {}, [False, False]),
         ((1.0,) * 4, {"max_budget": 32}, [False, False]),

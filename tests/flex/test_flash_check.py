@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, Verdict, check_flash, flash_verdict
+from flexmask.flex.flash_check import FlashCall, Verdict, check_flash, flash_verdict
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.expected import masked_attention
 from tests.held_open import HELD, held_open
@@ -34,8 +34,9 @@ every_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 
 
 def kernel(
-    inputs, mask, return_lse, lse_factor=1.0, lists=True, mask_mod=True, softcap=True, empty=0.0, scale=1.0, last_rows=True
-):
+    inputs, mask, return_lse, lse_factor=1.0, empty_lse=-math.inf, lists=True, mask_mod=True, softcap=True, empty=0.0, scale=1.0,
+    last_rows=True,
+):  # fmt: skip
     """Attention under a BlockMask in float64, with faults."""
     query, key, size = inputs.query, inputs.key, mask.BLOCK_SIZE[0]
     shape = (*query.shape[:3], key.shape[2])
@@ -45,43 +46,33 @@ def kernel(
         blocks = mask.to_dense().bool().repeat_interleave(size, 2).repeat_interleave(size, 3)
         seen = seen & blocks[:, :, : shape[2], : shape[3]]
     out, lse = masked_attention(query, key, inputs.value, seen, scale * inputs.scale, inputs.softcap if softcap else None)
-    out = torch.where(seen.any(-1, keepdim=True), out, empty)
+    sees = seen.any(-1, keepdim=True)
+    out, lse = torch.where(sees, out, empty), torch.where(sees[..., 0], lse * lse_factor, empty_lse)
     if not last_rows:
         out[:, :, -3:] = 0
     assert return_lse != inputs.needs_grad
-    return out.to(query.dtype), (lse * lse_factor).float() if return_lse else None
+    return out.to(query.dtype), lse.float() if return_lse else None
 
 
 @every_kind
-def test_finds_a_right_kernel_right(changes):
+def test_finds_a_right_kernel_right_and_the_factor_of_its_log_sum_exp(changes):
     call = PLAIN._replace(**changes)
-    found = check_flash(call, CPU, kernel)
-    assert (found.reason, found.lse_factor) == ("", 1.0) and found.seconds > 0
-    assert found.error is not None and found.error < 0.02
-    assert found.lse_error is None if call.gradients else found.lse_error < 1e-5
-    assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.gradients else "")
+    for factor in (1.0, 1 / math.log(2)):
+        found = check_flash(call, CPU, partial(kernel, lse_factor=1 / factor))
+        assert (found.reason, found.lse_factor) == ("", 1.0 if call.gradients else factor) and found.seconds > 0
+        assert found.error is not None and found.error < 0.02
+        assert found.lse_error is None if call.gradients else found.lse_error < 1e-5
+        assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.gradients else "")
 
 
-@pytest.mark.parametrize("changes", [each for each in KINDS.values() if "gradients" not in each])
-def test_measures_the_factor_of_the_log_sum_exp(changes):
-    found = check_flash(PLAIN._replace(**changes), CPU, partial(kernel, lse_factor=math.log(2)))
-    assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", LSE_FACTORS[1])
-    assert math.isclose(found.lse_factor * math.log(2), 1)
+LSE_FAULTS: Any = [({"lse_factor": factor}, {}, "found the log-sum-exp off by") for factor in (0.99, 0.7, 1.4427, math.nan)]
+LSE_FAULTS += [({"empty_lse": 0.0}, {"padded": True}, "other than -inf in rows that see nothing")]
 
 
-@pytest.mark.parametrize("factor", [0.99, 0.7, 1.4427, float("nan")])
-def test_other_factors_are_no_log_sum_exp(factor):
-    found = check_flash(PLAIN, CPU, partial(kernel, lse_factor=factor))
-    assert found.reason == "" and "found the log-sum-exp off by" in found.lse_reason
-
-
-def test_rows_that_see_nothing_have_no_other_log_sum_exp():
-    def attend(inputs, mask, return_lse):
-        out, lse = kernel(inputs, mask, return_lse)
-        return out, lse.nan_to_num(neginf=0.0)
-
-    found = check_flash(PLAIN._replace(padded=True), CPU, attend)
-    assert found.reason == "" and "other than -inf in rows that see nothing" in found.lse_reason
+@pytest.mark.parametrize(("faults", "changes", "said"), LSE_FAULTS)
+def test_finds_a_wrong_log_sum_exp(faults, changes, said):
+    found = check_flash(PLAIN._replace(**changes), CPU, partial(kernel, **faults))
+    assert found.reason == "" and said in found.lse_reason
 
 
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -126,14 +117,6 @@ def test_a_kernel_that_raises_gives_its_own_words():
     assert found.reason == f"its check here raised {words}"
 
 
-def test_running_out_of_memory_is_no_verdict():
-    def attend(inputs, mask, return_lse):
-        raise torch.OutOfMemoryError("none left")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        check_flash(PLAIN, CPU, attend)
-
-
 @every_kind
 def test_finds_lists_of_full_or_partial_blocks_or_both_ignored(changes):
     call = PLAIN._replace(**changes)
@@ -157,16 +140,13 @@ def test_a_kind_of_call_reads_in_a_message():
 
 
 _sizes = itertools.count(10_001)
+refuses = Mock(side_effect=AssertionError("a check ran"))
 
 
 @pytest.fixture
 def call():
     """A kind that no other test has."""
     return FlashCall(torch.bfloat16, next(_sizes), 64)
-
-
-def refuses(call, device):
-    raise AssertionError("a check ran")
 
 
 @pytest.mark.parametrize("field", FlashCall._fields)
@@ -180,33 +160,28 @@ def test_each_kind_is_checked_once(call, field):
 
 
 def test_threads_wait_for_one_check(call):
-    checked = []
-
-    def slow(call, device):
-        checked.append(call)
-        time.sleep(0.05)
-        return Verdict()
-
+    slow = Mock(side_effect=lambda call, device: time.sleep(0.05) or Verdict())
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: flash_verdict(call, CPU, slow), range(4)))
-    assert (len(checked), found) == (1, [Verdict()] * 4)
+    assert (slow.call_count, found) == (1, [Verdict()] * 4)
 
 
-def test_an_error_of_the_check_is_passed_on_and_not_kept(call):
-    def out_of_memory(call, device):
-        raise torch.OutOfMemoryError("none left")
-
+def test_running_out_of_memory_is_passed_on_and_no_verdict(call):
     with pytest.raises(torch.OutOfMemoryError):
-        flash_verdict(call, CPU, out_of_memory)
+        flash_verdict(call, CPU, partial(check_flash, kernel=Mock(side_effect=torch.OutOfMemoryError("none left"))))
     assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
 
 
 @pytest.mark.parametrize(
     "state", [FakeTensorMode, lambda: held_open(HELD["torch.export"])], ids=["a dispatch mode", "another thread exports"]
 )
-def test_no_check_runs_where_it_cannot(call, state):
-    with state():
-        assert flash_verdict(call, CPU, refuses) is None
+def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
+    with caplog.at_level(logging.WARNING, "flexmask"), state():
+        assert flash_verdict(call, CPU, refuses) is flash_verdict(call, CPU, refuses) is None
+    assert [each.getMessage() for each in caplog.records] == [
+        f"flexmask: FLASH was not checked before such calls ({call}) were compiled or captured, where no check can run, and does "
+        "not serve them: make one before, or flexmask.warmup"
+    ]
     assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
     with state():
         assert flash_verdict(call, CPU, refuses) == Verdict()
@@ -219,6 +194,7 @@ def test_no_check_runs_where_it_cannot(call, state):
 def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     if known is not None:
         flash_verdict(call._replace(captures=True), CPU, Mock(return_value=known))
+    expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
     x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
     # an offset if there are more keys than rows
     key, value = torch.zeros(1, 2, 7, call.head_dim), torch.zeros(1, 2, 7, 64)
@@ -226,24 +202,9 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
     def traced(x):
         found = flash_verdict(FlashCall.of(AttentionInputs(x, key, value, 1.0), 128, False), CPU, refuses)
-        if found is None:
-            return x - 1
-        if found.reason != "":
-            return x - 2
-        return x + found.lse_factor + (10 if found.lse_reason else 0)
+        return x + (-1 if found is None else -2 if found.reason else found.lse_factor + (10 if found.lse_reason else 0))
 
-    expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
     torch.testing.assert_close(traced(x), torch.full_like(x, expected))
-
-
-def test_what_was_missed_is_said_once(call, caplog):
-    with caplog.at_level(logging.WARNING, "flexmask"), FakeTensorMode():
-        flash_verdict(call, CPU, refuses)
-        flash_verdict(call, CPU, refuses)
-    assert [each.getMessage() for each in caplog.records] == [
-        f"flexmask: FLASH was not checked before such calls ({call}) were compiled or captured, where no check can run, and does "
-        "not serve them: make one before, or flexmask.warmup"
-    ]
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,6 @@ def launched(problem: Problem) -> dict[str, Variant]:
 
 
 def shared_memory(variant: Variant, target: str) -> int:
-    """Bytes of shared memory of a kernel that Triton compiles."""
     name, arch = target.split("_") if "_" in target else ("", target)
     gpu = GPUTarget("cuda", int(arch), 32) if name else GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     return int(triton.compile(ASTSource(*variant[:4]), gpu, variant.options).metadata.shared)

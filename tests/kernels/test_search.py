@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -63,8 +64,6 @@ def test_equals_the_oracle():
 
 
 EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_stride": 4}
-
-
 QUERY_AWARE = {"gamma": 0.43, "tau": 0.6}
 CHUNK: dict[str, Any] = {
     "q_len": 150, "kv_len": 190, "batch": 2, "attention_mask": padding(190, ("left", 0), ("left", 37)),
@@ -170,18 +169,15 @@ def test_a_head_with_nan_keeps_what_it_keeps_by_the_plain_steps(method):
     assert found.stats.coverage.isnan().any()
 
 
-def test_masks_are_the_same_as_they_are_stored_on_amd(monkeypatch):
-    case = call(q_len=60, kv_len=140, heads=(2, 1), tau=0.5)
-    expected = case.search()
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert_equal_lists(search(case), expected)
+STATES = {"as stored on AMD": lambda: mock.patch("torch.version.hip", "6.4"), "bfloat16": lambda: default_dtype(torch.bfloat16)}
 
 
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
-def test_the_default_dtype_changes_nothing(method):
-    case = call(q_len=200, method=method, tau=0.08, row_stride=4)
+def test_neither_the_default_dtype_nor_how_amd_stores_masks_changes_them(method, state):
+    case = call(q_len=60, kv_len=140, heads=(2, 1), method=method, tau=0.5, row_stride=4)
     expected = search(case)
-    with default_dtype(torch.bfloat16):
+    with state():
         found = search(case)
     assert_equal_lists(found, expected)
     assert_same_stats(found.stats, expected.stats)
