@@ -32,33 +32,42 @@ def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
 
 
 def table(folder: Path = FOLDER) -> list[str]:
-    """A column per length: first tokens in chunks of 32k and ratios, density, perplexity, RULER's mean."""
+    """A column per length: first tokens in chunks of 32k, speedups, perplexity, RULER's mean."""
     lengths, chunked = [tokens for tokens in _YARN if tokens > 16384], _chunked(folder)
     timed = chunked[32768].combine_first(first_tokens(folder)).loc[lengths]  # a prompt of 32k is one chunk
     other_host = pd.DataFrame(vllm_rows(folder, "first_seconds", model=NAME, run=OTHER_HOST, chunk=8192))
     slower = chunked[8192]["dense"] / other_host.groupby("prompt_tokens")["seconds"].mean()
-    texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in lengths]
+    changes = [_own(_texts(tokens, folder), 0.9, 0.5)["d_loss"].mean() for tokens in lengths]
+    ruler = [_means(scores(tokens, folder)) for tokens in lengths]
     rows = {
-        "first token, dense": [f"{seconds:.3f} s" for seconds in timed["dense"]],
-        "first token, flexmask": [f"{seconds:.3f} s" for seconds in timed["sparse"]],
+        "first token, dense → flexmask": [f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in timed.iterrows()],
         "**speedup**, chunks of 32k": [f"**{ratio:.2f}**" for ratio in timed["ratio"]],
-        "speedup, chunks of 8k, on two hosts": [f"{slower[n]:.1f}, {chunked[8192]['ratio'][n]:.1f}" for n in lengths],
-        "blocks kept": [percent(own["density"].mean()) for own in texts],
-        "perplexity: dense, change": [
-            f"{np.exp(own['dense_loss'].mean()):.1f}, {np.expm1(own['d_loss'].mean()):+.1%}" for own in texts
-        ],
-        "RULER: dense, change": [_mean_scores(tokens, folder) for tokens in lengths],
+        "speedup, chunks of 8k": [f"{slower[tokens]:.1f} to {chunked[8192]['ratio'][tokens]:.1f}" for tokens in lengths],
+        "perplexity, change": [f"{np.expm1(change):+.1%}" for change in changes],
+        "RULER, dense → flexmask": [f"{own['dense']:.1f} → {own[_RULER[0]]:.1f}" if len(own) else "not run" for own in ruler],
     }
     return markdown_table(["prompt", *map(_named, lengths)], [[name, *cells] for name, cells in rows.items()])
 
 
-def _mean_scores(tokens: int, folder: Path) -> str:
-    """Mean of the tasks with dense attention, and its change at gamma 0.9 with the interval over prompts."""
-    both = scores(tokens, folder)
-    if both.empty:
-        return "not run"
-    change = (both[_RULER[0]] - both["dense"]).groupby(level="index").mean()
-    return f"{both['dense'].mean():.1f}, {change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}"
+def _means(both: pd.DataFrame) -> pd.Series:
+    """Means of the tasks that every method has, empty without scores."""
+    return both.dropna(axis=1).mean()
+
+
+def price(folder: Path = FOLDER) -> list[str]:
+    """RULER at 32k by gamma: the two tasks that lose most, the mean, and the speed on texts."""
+    both, ways = scores(32768, folder), ["dense", _RULER[1], _RULER[0]]
+    named = {
+        "niah_multikey_2": "find one record among a thousand similar (`niah_multikey_2`)",
+        "ruler_fwe": "name the three most frequent words (`ruler_fwe`)",
+    }
+    cells = [[told, *(f"{score:.1f}" for score in both.loc[task][ways].mean())] for task, told in named.items()]
+    changes = [(both[way] - both["dense"]).groupby(level="index").mean() for way in ways[1:]]
+    shown = [f"{change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}" for change in changes]
+    cells.append(["mean of ten tasks, change", f"{both['dense'].mean():.1f}", *shown])
+    speedups = [first_tokens(folder, method).loc[32768, "ratio"] for method in (_RULER[1], "hybrid")]
+    cells.append(["speedup on the texts", "1", *(f"{ratio:.2f}" for ratio in speedups)])
+    return markdown_table(["at 32k", "dense", "gamma 0.95", "gamma 0.9"], cells)
 
 
 def _named(tokens: int) -> str:
@@ -94,9 +103,8 @@ def settings(folder: Path = FOLDER) -> list[str]:
 
 def methods(folder: Path = FOLDER) -> list[str]:
     """Errors at equal density, of two models and lengths."""
-    small, cells = "SmolLM2-135M", []
-    places = ((NAME, 1, 32768, 0.2), (NAME, 4, 65536, 0.22), (small, 8, 65536, 0.12))
-    for model, yarn, tokens, density in places:
+    cells = []
+    for model, yarn, tokens, density in ((NAME, 1, 32768, 0.2), (NAME, 4, 65536, 0.22), ("SmolLM2-135M", 8, 65536, 0.12)):
         curves = Curves(_without_floor(language_model(tokens, folder, yarn=yarn, model=model)))
         place = f"{model.removesuffix('-Instruct')}, {thousands(tokens)}{f', YaRN {yarn}' if yarn > 1 else ''}"
         errors = [number(curves.error_at(method, density)) for method in ("hybrid", *OTHERS)]
@@ -129,14 +137,21 @@ def _chunked(folder: Path) -> dict[int | None, pd.DataFrame]:
 
 
 def chunks(folder: Path = FOLDER) -> list[str]:
-    """Ratios to dense attention in as large chunks."""
-    ratios = pd.DataFrame({size or 0: rows["ratio"] for size, rows in _chunked(folder).items()})
-    cells = [[thousands(tokens), *(number(ratio) for ratio in row)] for tokens, row in ratios.iterrows()]
-    return markdown_table(["prompt", "whole", "chunks of 32k", "chunks of 8k"], cells)
+    """First tokens of whole prompts, and ratios to dense attention in as large chunks."""
+    whole, chunked = first_tokens(folder), _chunked(folder)
+    ratios = pd.DataFrame({size: chunked[size]["ratio"] for size in (32768, 8192)}).reindex(_YARN)
+    cells = [
+        [_named(tokens), f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", number(row["ratio"]), percent(row["density"]),
+         *(number(ratio) for ratio in ratios.loc[tokens])]
+        for tokens, row in whole.iterrows()
+    ]  # fmt: skip
+    head = ["prompt", "dense, whole", "flexmask, whole", "speedup", "blocks kept", "speedup, chunks of 32k", "chunks of 8k"]
+    return markdown_table(head, cells)
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "trained": table,
+    "trained-price": price,
     "trained-settings": settings,
     "trained-chunks": chunks,
     "trained-methods": methods,
