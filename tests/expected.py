@@ -71,3 +71,11 @@ def masked_attention(
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.masked_fill(~mask.any(-1, keepdim=True), 0.0).softmax(-1)[..., : key.shape[2]]
     return weights.masked_fill(~mask, 0.0) @ value, lse
+
+
+def rows_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:
+    """Causal attention of a chunk as engines lay it out, (rows, heads, head_dim), whose last row is the last key's."""
+    seen = torch.ones(len(query), len(key), dtype=torch.bool).tril(len(key) - len(query))
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out, _ = masked_attention(query, key, value, seen, scale, sinks=sinks)
+    return out[0].transpose(0, 1).float()

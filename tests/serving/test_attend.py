@@ -132,26 +132,18 @@ def test_the_largest_call_needs_its_keys_twice_and_more():
     assert torch.cuda.memory_allocated(device) == before
 
 
-HEADS, DIM, BEFORE, ROWS = 3, 8, 40, 7
-
-
 @pytest.mark.parametrize("skipped", [0, 5])
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [None, 0.03, torch.tensor(0.03), torch.tensor([0.5, 0.03, 7.0])])
 def test_own_rows_stand_behind_the_cached_ones_which_alone_are_scaled_and_rounded_once(cache, dtype, scale, skipped):
-    own, cached = torch.randn(ROWS, HEADS, DIM).to(dtype), torch.randn(BEFORE, HEADS, DIM).to(cache or dtype).transpose(0, 1)
+    own, cached = torch.randn(7, 3, 8).to(dtype), torch.randn(40, 3, 8).to(cache or dtype).transpose(0, 1)
     made = after_cached(cached, own, scale, skipped)
     assert made.is_contiguous()
     # 0.03 is no number of bfloat16: a scale in the dtype of the rows is off by up to 2**-9
     before = (cached.double() * torch.as_tensor(1 if scale is None else scale).float().view(-1, 1, 1)).to(dtype)
-    assert torch.equal(made, torch.cat([before.new_zeros(HEADS, skipped, DIM), before, own.transpose(0, 1)], 1))
-
-
-def test_rows_behind_nothing_are_copied():
-    own = torch.randn(ROWS, HEADS, DIM)
-    made = after_cached(None, own)
-    assert made.is_contiguous()
-    assert torch.equal(made, own.transpose(0, 1))
-    # a cache is written to in place
-    assert made.data_ptr() != own.data_ptr()
+    assert torch.equal(made, torch.cat([before.new_zeros(3, skipped, 8), before, own.transpose(0, 1)], 1))
+    # a cache is written to in place: rows behind nothing are copied
+    alone = after_cached(None, own)
+    assert alone.is_contiguous() and alone.data_ptr() != own.data_ptr()
+    assert torch.equal(alone, own.transpose(0, 1))

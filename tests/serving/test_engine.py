@@ -10,6 +10,7 @@ from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, after_cached, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.settings import PrefillSettings
+from tests.expected import rows_attention
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ class Plain(Engine):
         self.cache |= {name: both for (name, *_), both in zip(chunks, after, strict=True)}
         starts = [0, *accumulate(len(each[1]) for each in chunks)]
         plan = self.plan(starts, [len(key) for key, _ in after], requested=requested)
-        outputs = [own_kernel(each[1], *both) for each, both in zip(chunks, after, strict=True)]
+        outputs = [rows_attention(each[1], *both, SHAPE.scale) for each, both in zip(chunks, after, strict=True)]
         role = self.roles[0]
         self.count(role, plan, is_sparse=True)
         for request in plan.sparse:
@@ -42,14 +43,6 @@ class Plain(Engine):
             keys, values = (after_cached(*parts) for parts in zip(cached, own, strict=True))
             outputs[request.batch_index] = self.attend(role, request, query, keys, values)
         return outputs
-
-
-def own_kernel(query, key, value):
-    """(rows, heads, dim) each."""
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(key.shape[1] - query.shape[1])
-    out = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen, scale=SHAPE.scale, enable_gqa=True)
-    return out.transpose(0, 1)
 
 
 def chunk(name, rows, seed):
@@ -75,22 +68,18 @@ def test_chunks_beside_short_prompts_and_decoding_rows():
     assert ours.counters.density == pytest.approx(1)
 
 
+SPARSELY = {"gamma": 0.2, "min_budget": 0, "min_coverage": 0.0, "block_size": 32, "dense_below": 0}
+
+
 @pytest.mark.attention
-def test_requests_with_options_of_their_own():
-    ours, stock = Plain(gamma=0.2, min_budget=0, min_coverage=0.0, block_size=32, dense_below=0), Plain(dense_below=10**6)
-    chunks = [chunk(name, 320, 7) for name in "abc"]
+def test_requests_have_options_of_their_own_and_heads_that_keep_little_are_named_by_layer(caplog):
+    ours, stock = Plain(**SPARSELY), Plain(dense_below=10**6)
+    ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
+    chunks = [chunk(name, 480, 7) for name in "abc"]
     with torch.inference_mode():
         apart = far(ours.forward(chunks, [None, RequestOptions(gamma=1.0), RequestOptions(dense=True)]), stock.forward(chunks))
     assert apart[0] > 0.05 and max(apart[1:]) < 1e-4
-    assert ours.counters.dense_tokens == 320
-
-
-@pytest.mark.attention
-def test_heads_that_keep_little_are_named_by_layer(caplog):
-    ours = Plain(gamma=0.2, min_budget=0, min_coverage=0.0, block_size=32, dense_below=0)
-    ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
-    with torch.inference_mode():
-        ours.forward([chunk("a", 480, 7)])
+    assert ours.counters.dense_tokens == 480
     ours.counters.log()
     assert "flexmask: heads that keep less than 25% of some rows' attention: layer 0 head " in caplog.text
 
@@ -124,7 +113,7 @@ def started(largest, **options):
 @pytest.mark.attention
 def test_start_logs_the_roles_and_compiles(caplog):
     caplog.set_level("INFO", "flexmask.tests")
-    started((130, 400), gamma=0.7, block_size=32, min_budget=0, min_coverage=0.0, dense_below=0)
+    started((130, 400), **SPARSELY)
     roles, compiled = (record.getMessage() for record in caplog.records if record.name == "flexmask.tests")
     assert "2 of 3 attention layers prefill sparse" in roles and "STOCK serves all else" in roles
     assert compiled.startswith("flexmask: kernels compiled in ")

@@ -97,24 +97,19 @@ def test_wrong_options_are_refused_by_name(of, options, error, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "message"),
+    ("given", "error", "message"),
     [
         ('{"gama": 0.9}', ValueError, "^FLEXMASK_SGLANG: "),
         ("[1]", TypeError, "FLEXMASK_SGLANG must be a dict of options; got list"),
         ("{gamma: 1}", ValueError, "FLEXMASK_SGLANG must be a JSON object or the path of a file with one: Expecting"),
         ("/no/such/file", ValueError, "the path of a file with one; got '/no/such/file'"),
+        ({"gama": 0.9}, ValueError, r"^additional_config\['flexmask'\]: method 'hybrid' takes"),
+        ([1], TypeError, "must be a dict of options; got list"),
     ],
 )
-def test_a_wrong_variable_is_refused_by_name(of_variable, text, error, message):
+def test_a_wrong_variable_or_additional_config_is_refused_by_name(of_variable, given, error, message):
     with pytest.raises(error, match=message):
-        of_variable(text)
-
-
-def test_additional_config_is_refused_by_name():
-    with pytest.raises(TypeError, match="must be a dict of options; got list"):
-        options_of_vllm({"flexmask": [1]})
-    with pytest.raises(ValueError, match=r"^additional_config\['flexmask'\]: method 'hybrid' takes"):
-        options_of_vllm({"flexmask": {"gama": 0.9}})
+        of_variable(given) if isinstance(given, str) else options_of_vllm({"flexmask": given})
 
 
 def test_a_request_chooses_a_gamma_or_dense_attention():

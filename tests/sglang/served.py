@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
@@ -21,18 +22,12 @@ OPTIONS: dict[str, Any] = {"gamma": 0.5, "min_budget": 32, "block_size": 32, "de
 SPARSE = PrefillSettings(**OPTIONS)
 
 
-class Model(torch.nn.Module):
-    def __init__(self, number=0, **others):
-        super().__init__()
-        self.attn = RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, number, **others)
-
-
 class Served:
     """One layer's cache, a backend over it, and requests in steps."""
 
-    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", **layer):
+    def __init__(self, settings=None, cache=torch.float32, kernel="torch_native", number=0, **layer):
         torch.manual_seed(0)
-        self.model = Model(**layer)
+        self.model = torch.nn.ModuleDict({"attn": RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, number, **layer)})
         self.pool = self.make_pool(cache)
         self.requests = ReqToTokenPool(8, 2048, "cpu", False)
         self.runner = SimpleNamespace(
@@ -76,8 +71,7 @@ class Served:
             extend_logprob_start_lens_cpu=[0] * len(rows),
             rids=[str(place) for place in places],
         )
-        for name, each in others.items():
-            setattr(made, name, each)
+        vars(made).update(others)
         return made
 
     def step(self, chunks, mode=ForwardMode.EXTEND, padding=0, writer="layer", options=None, **others):
@@ -108,18 +102,11 @@ class ServedMixture(Served):
 
     def __init__(self, settings=None, **others):
         super().__init__(settings, number=3, **others)
-        self.linear = LinearBackend()
+        self.linear = Mock(needs_cpu_seq_lens=False)
         self.backend = HybridLinearAttnBackend(self.backend, self.linear, [3])
 
     def make_pool(self, cache):
         return HybridLinearKVPool(SLOTS, cache, 1, KV_HEADS, DIM, [1, 3], "cpu", mamba_pool=None)
-
-
-class LinearBackend:
-    needs_cpu_seq_lens, steps = False, 0
-
-    def init_forward_metadata(self, forward_batch):
-        self.steps += 1
 
 
 # long and short prompts, later chunks among them, and decoding rows at the end

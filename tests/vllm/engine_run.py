@@ -23,6 +23,7 @@ def main(name: str, *device_and_out: str) -> None:
     os.environ.update(environment)
     if engine.ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from torch._dynamo.utils import counters
     from vllm import LLM
 
     given |= {"distributed_executor_backend": "uni"} if engine.ranks == 1 else {"tensor_parallel_size": engine.ranks}
@@ -32,10 +33,10 @@ def main(name: str, *device_and_out: str) -> None:
     common |= {"max_num_batched_tokens": engine.rows, "num_gpu_blocks_override": PAGES}
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
     asked = Asked(LLM(**{**common, **given, **engine.arguments}), engine, device)
-    before = compilations()
+    before = counters["stats"]["unique_graphs"]
     results = {each: asked.ask(each) for each in engine.asks}
     # of this process
-    results |= {"compiled_by_requests": compilations() - before, "counters": asked.counts()}
+    results |= {"compiled_by_requests": counters["stats"]["unique_graphs"] - before, "counters": asked.counts()}
     results |= {"backends": asked.backends(), "roles": asked.roles(), "page_sizes": asked.page_sizes()}
     results["faults"] = {each: asked.under(fault, engine.asks) for each, fault in faults() if each in engine.faults}
     Path(out).write_text(json.dumps(results), encoding="utf-8")
@@ -171,12 +172,6 @@ def answer(output):
         "prompt_logprobs": [each[token].logprob for token, each in zip(output.prompt_token_ids[1:], given[1:], strict=False)],
         "cached": output.num_cached_tokens,
     }
-
-
-def compilations():
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
 
 
 if __name__ == "__main__":

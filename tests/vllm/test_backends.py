@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
 import vllm
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Stock
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -52,12 +54,13 @@ def test_vllm_finds_each_class_by_the_path_it_tells_with_the_promises_it_can_kee
     assert not backend.supports_batch_invariance()
     assert backend.is_mla() == ("Latent" in name)
     assert not backend.get_impl_cls().fused_output_quant_supported(None, None)
-    # vLLM's derived wrapper sees other requests than the batch has
+    # what chunked local attention derives sees other requests than the batch has
+    derived = create_chunked_local_attention_backend(backend, 8192).get_builder_cls()
     assert builder.flexmask_own is builder
-    assert type("Derived", (builder,), {}).flexmask_own is builder
+    assert derived is not derived.flexmask_own is builder
 
 
-def test_registration_names_custom_and_nothing_else(overrides, monkeypatch):
+def test_registration_names_custom_unless_it_is_taken_and_nothing_else(overrides, monkeypatch):
     monkeypatch.delenv("FLEXMASK_VLLM_CPU", raising=False)
     register()
     register()
@@ -68,9 +71,9 @@ def test_registration_names_custom_and_nothing_else(overrides, monkeypatch):
     assert AttentionBackendEnum.CPU_ATTN.get_class() is backends.SparseCPUAttention
     if HAS_LATENT:
         assert AttentionBackendEnum.CPU_MLA.get_class() is backends.SparseCPULatentAttention
-
-
-def test_custom_of_another_plug_in_stays(overrides, caplog):
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = backends.no_such
+    # another plug-in's stays
     register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
     register()
     assert AttentionBackendEnum.CUSTOM.get_path() == "another.Backend"
@@ -103,35 +106,20 @@ def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
     assert ran == [((query, 1, 2, 3, metadata), {"output": 4}) for metadata in (None, "a step")] * 2
 
 
-@pytest.mark.parametrize(("version", "is_served"), [("0.31.0", False), ("0.34.0", True)])
-def test_other_releases_are_refused_or_warned_of_in_the_log(version, is_served, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("version", "served", "told"),
+    [
+        ("0.31.0", pytest.raises(ImportError, match="which it was not run with"), "which it was not run with"),
+        ("0.34.0", nullcontext(), "Its interfaces fit: it is served"),
+    ],
+)
+def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, told, monkeypatch, caplog):
     monkeypatch.setattr(vllm, "__version__", version)
-    backends._backend.cache_clear()
-    log = logging.getLogger("vllm")
-    log.addHandler(caplog.handler)
-    try:
-        if is_served:
-            assert backends.Custom.get_name() == "CUSTOM"
-        else:
-            with pytest.raises(ImportError, match="which it was not run with"):
-                _ = backends.Custom
-    finally:
-        log.removeHandler(caplog.handler)
-        backends._backend.cache_clear()
-    assert ("Its interfaces fit: it is served" if is_served else "which it was not run with") in caplog.text
-
-
-def test_names_that_are_not_there_raise_as_ever():
-    with pytest.raises(AttributeError, match="no_such"):
-        _ = backends.no_such
-
-
-def test_chunked_local_attention_derives_the_builder():
-    """By which its layers are found."""
-    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
-
-    builder = create_chunked_local_attention_backend(backends.SparseCPUAttention, 8192).get_builder_cls()
-    assert builder is not builder.flexmask_own is backends.SparseCPUAttention.get_builder_cls()
+    monkeypatch.setattr(backends, "_backend", backends._backend.__wrapped__)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with served:
+        assert backends.Custom.get_name() == "CUSTOM"
+    assert told in caplog.text
 
 
 def test_interfaces_that_are_others_are_named(monkeypatch):

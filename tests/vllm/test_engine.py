@@ -7,7 +7,10 @@ from flexmask.integrations.serving.versions import release_of
 from tests.serving.engine_tests import NEAR, EngineTests, assert_same_answers, assert_the_adapter_s
 from tests.vllm.agreement import SAME, answers, apart, differences, distance, summary
 
-pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+vllm = pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+RELEASE = release_of(vllm.__version__, 2)
+latent = pytest.mark.skipif(RELEASE < (0, 27), reason="this release has no latent attention for CPUs")
 
 
 @pytest.fixture
@@ -36,9 +39,7 @@ def test_a_model_that_vllm_compiles_gives_the_same_answers(run):
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 @pytest.mark.parametrize("name", ["windows", "sinks"])
 def test_windows_soft_caps_and_sinks_are_the_stock_backend_s(name, asked, run):
-    import vllm
-
-    if name == "sinks" and release_of(vllm.__version__, 2) < (0, 32):
+    if name == "sinks" and RELEASE < (0, 32):
         pytest.skip("the stock kernel for CPUs takes sinks in bfloat16 only")
     stock, ours = run(f"{name}_stock"), run(name)
     assert_same_answers(stock[asked], ours[asked])
@@ -80,15 +81,7 @@ def test_a_cache_of_fp8_rounds_less_than_in_the_stock_backend(run):
     assert summary(differences(stock, ours))["mean"] < rounding["mean"]
 
 
-@pytest.fixture
-def latent():
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    if "CPU_MLA" not in AttentionBackendEnum.__members__:
-        pytest.skip("this release has no latent attention for CPUs")
-
-
-@pytest.mark.usefixtures("latent")
+@latent
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 def test_latent_attention_is_the_stock_backend_s(asked, run):
     """Long and short prompts, and decoding rows beside chunks."""
@@ -99,7 +92,7 @@ def test_latent_attention_is_the_stock_backend_s(asked, run):
     assert (ours["counters"]["sparse"], ours["counters"]["dense"]) == (5200, 110)
 
 
-@pytest.mark.usefixtures("latent")
+@latent
 @pytest.mark.parametrize("asked", ["whole", "odd_chunks"])
 @pytest.mark.parametrize(("name", "least"), [("latent_sparse", 10 * NEAR), ("latent_half", 1000 * NEAR)])
 def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, least, asked, run, written):
@@ -120,18 +113,10 @@ MIXTURES = {
 }
 
 
-@pytest.fixture
-def mixtures():
-    import vllm
-
-    if release_of(vllm.__version__, 2) < (0, 32):
-        pytest.skip("models of several kinds of layers were run in 0.32")
+in_0_32 = pytest.mark.skipif(RELEASE < (0, 32), reason="models of several kinds of layers were run in 0.32")
+each_mixture = pytest.mark.parametrize("name", [pytest.param(each, marks=[in_0_32, pytest.mark.slow]) for each in MIXTURES])
 
 
-each_mixture = pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow) for each in MIXTURES])
-
-
-@pytest.mark.usefixtures("mixtures")
 @each_mixture
 def test_a_mixture_s_attention_is_the_stock_backend_s(name, run):
     near, pages, layers = MIXTURES[name]
@@ -146,7 +131,6 @@ def test_a_mixture_s_attention_is_the_stock_backend_s(name, run):
     assert distance(stock["chunks"], ours["faults"]["second_page_twice"]) > 3 * near
 
 
-@pytest.mark.usefixtures("mixtures")
 @each_mixture
 def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, run, written):
     stock, ours = (run(f"{name}{kind}")["chunks"][0] for kind in ("_stock", "_half"))

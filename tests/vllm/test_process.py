@@ -2,8 +2,7 @@
 
 import sys
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -63,73 +62,8 @@ def test_one_engine_for_a_configuration():
     assert engine_of(other) is not first
 
 
-class OwnBuilder:
-    """As the plug-in makes it: the class, and not one derived from it, has itself as `flexmask_own`."""
-
-    flexmask_own: Any = None
-
-
-OwnBuilder.flexmask_own = OwnBuilder
-
-
-class NotedEngine(VLLMEngine):
-    """Notes what it starts with, and compiles nothing."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.started, self.reserved, self.counters.export = [], [], Mock()
-
-    def calling_layers(self):
-        return (SimpleNamespace,)
-
-    def start(self, largest, device, dtype, kernel, policy, is_first):
-        self.started.append((largest, dtype, kernel, policy.least_rows, is_first))
-
-    def reserve(self, *largest):
-        self.reserved.append(largest)
-
-
-def engine_with_layers(options, builders=(OwnBuilder,) * 3, is_latent=False):
-    """Three layers, the first dense."""
-    config = config_of({"dense_layers": [0], **options})
-    engine = NotedEngine(config)
-    for number, builder in enumerate(builders):
-        name = f"model.layers.{number}.attn"
-        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_settle=lambda name: engine.settle(name, "a", GIVEN))
-        backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
-        config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
-    config.compilation_config.static_forward_context["another"] = SimpleNamespace()
-    return engine
-
-
-@pytest.mark.parametrize(("device", "in_profile"), [("cpu", True), ("cuda", False), ("cuda", True)])
-def test_everything_before_the_first_request_happens_once(device, in_profile):
-    engine = engine_with_layers({})
-    for again in (in_profile, False, True):
-        engine.prepare(torch.device(device), again)
-    # the last 1,024 rows of 32,768 tokens, which are measured on a GPU while vLLM measures memory
-    assert engine.started == [((1024, 32768), torch.float32, "STOCK", 1024, True)]
-    is_measured = (device, in_profile) == ("cuda", True)
-    assert engine.reserved == [((1024, 32768), torch.device(device), torch.float32)] * is_measured
-    assert engine.counters.export.call_count == 1
-    assert len(engine.sparse_layers) == 2
-
-
-def test_layers_that_the_engine_calls_in_another_way_are_dense():
-    """As those with chunked local attention (Llama 4), and those of Kimi Linear."""
-    derived = type("Derived", (OwnBuilder,), {})
-    engine = engine_with_layers({"dense_layers": []}, builders=(derived, OwnBuilder, OwnBuilder))
-    own = type("LatentAttention", (), vars(engine.layers["model.layers.1.attn"]))
-    engine.layers["model.layers.1.attn"] = own()
-    engine.prepare(torch.device("cpu"), False)
-    first, second, third = engine.roles.values()
-    assert first == "its backend shows layers other requests"
-    assert second == "a layer of type LatentAttention, which calls the engine's kernels itself"
-    assert isinstance(third, SparseLayer)
-
-
-def latent_builder(decoded, support):
-    """A builder's class as vLLM has them; it may decode the rows that verify guesses."""
+def builder_class(decoded=1, support="SINGLE_ONLY"):
+    """A builder's class as the plug-in makes it; of latent attention it may decode the rows that verify guesses."""
 
     class Builder:
         reorder_batch_threshold = decoded
@@ -146,6 +80,54 @@ def latent_builder(decoded, support):
     return Builder
 
 
+def engine_with_layers(options, builders=None, is_latent=False):
+    """Three layers, the first dense; what they start with is noted, and compiles nothing."""
+    config = config_of({"dense_layers": [0], **options})
+    engine = VLLMEngine(config)
+    engine.start, engine.reserve, engine.counters.export = Mock(), Mock(), Mock()
+    engine.calling_layers = lambda: (SimpleNamespace,)
+    for number, builder in enumerate(builders or [builder_class()] * 3):
+        name = f"model.layers.{number}.attn"
+        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_settle=lambda name: engine.settle(name, "a", GIVEN))
+        backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
+        config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
+    config.compilation_config.static_forward_context["another"] = SimpleNamespace()
+    return engine
+
+
+def started(engine):
+    """Largest call, dtype, kernel, rows of a chunk at least, and whether this rank logs."""
+    largest, _, dtype, kernel, policy, is_first = engine.start.call_args.args
+    return largest, dtype, kernel, policy.least_rows, is_first
+
+
+@pytest.mark.parametrize(("device", "in_profile"), [("cpu", True), ("cuda", False), ("cuda", True)])
+def test_everything_before_the_first_request_happens_once(device, in_profile):
+    engine = engine_with_layers({})
+    for again in (in_profile, False, True):
+        engine.prepare(torch.device(device), again)
+    # the last 1,024 rows of 32,768 tokens, which are measured on a GPU while vLLM measures memory
+    engine.start.assert_called_once()
+    assert started(engine) == ((1024, 32768), torch.float32, "STOCK", 1024, True)
+    is_measured = (device, in_profile) == ("cuda", True)
+    assert engine.reserve.mock_calls == [call((1024, 32768), torch.device(device), torch.float32)] * is_measured
+    assert engine.counters.export.call_count == 1
+    assert len(engine.sparse_layers) == 2
+
+
+def test_layers_that_the_engine_calls_in_another_way_are_dense():
+    """As those with chunked local attention (Llama 4), and those of Kimi Linear."""
+    own = builder_class()
+    engine = engine_with_layers({"dense_layers": []}, builders=(type("Derived", (own,), {}), own, own))
+    latent = type("LatentAttention", (), vars(engine.layers["model.layers.1.attn"]))
+    engine.layers["model.layers.1.attn"] = latent()
+    engine.prepare(torch.device("cpu"), False)
+    first, second, third = engine.roles.values()
+    assert first == "its backend shows layers other requests"
+    assert second == "a layer of type LatentAttention, which calls the engine's kernels itself"
+    assert isinstance(third, SparseLayer)
+
+
 @pytest.mark.parametrize(
     ("decoded", "support", "guessed", "least"),
     [
@@ -157,10 +139,10 @@ def latent_builder(decoded, support):
     ],
 )
 def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least):
-    engine = engine_with_layers({"least_rows": 1}, builders=[latent_builder(decoded, support)] * 3, is_latent=True)
+    engine = engine_with_layers({"least_rows": 1}, builders=[builder_class(decoded, support)] * 3, is_latent=True)
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
-    assert [least_rows for *_, least_rows, _ in engine.started] == [least]
+    assert started(engine)[-2] == least
 
 
 @pytest.mark.parametrize(
@@ -171,5 +153,5 @@ def test_one_stage_exports_the_counters_and_one_rank_logs(place, changes, is_fir
     vars(place).update(changes)
     engine = engine_with_layers({})
     engine.prepare(torch.device("cpu"), False)
-    assert [first for *_, first in engine.started] == [is_first]
+    assert started(engine)[-1] == is_first
     assert engine.counters.export.call_count == 0

@@ -10,14 +10,14 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
 from flexmask.integrations.vllm.engine import engine_of
 from flexmask.integrations.vllm.impl import SparsePrefillImpl
 from flexmask.settings import PrefillSettings
-from tests.expected import masked_attention
+from tests.expected import rows_attention
 from tests.vllm.configs import config_of
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
@@ -25,14 +25,8 @@ LAYER = SimpleNamespace(layer_name="model.layers.0.attn")
 
 
 class StockBuilder:
-    supports_update_block_table = True
-
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+    def __init__(self, *arguments):
         pass
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config, kv_cache_spec):
-        return AttentionCGSupport.ALWAYS
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = common_attn_metadata
@@ -47,7 +41,7 @@ class StockBuilder:
 
 
 class StockImpl:
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, sinks=None, kv_cache_dtype="auto", lookback=-1, **others):
+    def __init__(self, num_heads, head_size, scale, num_kv_heads, sliding_window=None, sinks=None, lookback=-1, **others):
         self.scale, self.sinks, self.calls = scale, sinks, []
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
@@ -55,7 +49,7 @@ class StockImpl:
         for request, (start, stop) in enumerate(pairwise(attn_metadata.starts)):
             if stop > start:
                 keys, values = rows_of(kv_cache, attn_metadata.table[request], attn_metadata.lengths[request])
-                output[start:stop] = written_out(query[start:stop], keys, values, self.scale, self.sinks)
+                output[start:stop] = rows_attention(query[start:stop], keys, values, self.scale, self.sinks)
         return output
 
 
@@ -63,12 +57,6 @@ def rows_of(cache, table, tokens):
     """Keys and values of one request, (tokens, KV_HEADS, DIM) each."""
     rows = torch.stack([cache[table[token // PAGE], :, token % PAGE] for token in range(tokens)])
     return rows[..., :DIM], rows[..., DIM:]
-
-
-def written_out(query, keys, values, scale, sinks=None):
-    seen = torch.ones(len(query), len(keys), dtype=torch.bool).tril(len(keys) - len(query))
-    out, _ = masked_attention(*(x.transpose(0, 1)[None] for x in (query, keys, values)), seen, scale, sinks=sinks)
-    return out[0].transpose(0, 1).float()
 
 
 @pytest.fixture
@@ -153,20 +141,15 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
     assert all(each.is_fast for each in parts[1].calls[:-1] if sparse)
 
 
-class WindowedImpl(StockImpl):
-    def __init__(self, num_heads, head_size, scale, num_kv_heads, sliding_window):
-        super().__init__(num_heads, head_size, scale, num_kv_heads)
-
-
 @pytest.mark.attention
 @pytest.mark.parametrize("junk", [float("nan"), -50.0])
 def test_pages_before_the_window_are_not_read(junk, parts, engine):
     """They are free: empty, or those of another request."""
-    builder, _ = parts
+    builder, impl = parts
     engine.options = ServingOptions(PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0))
     engine.attend = Mock(wraps=engine.attend)
     engine.roles.clear()
-    impl = type("Impl", (SparsePrefillImpl, WindowedImpl), {})(HEADS, DIM, 0.2, KV_HEADS, 150)
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, sliding_window=150)
     common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
     metadata, outputs = builder.build(0, common), []
     with torch.inference_mode():
@@ -199,21 +182,20 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
     exact = quantized.float() * by_head
     # rounded before the chunk, and the step's own rows
     both = zip(rows_of(numbers, common.block_table_tensor[0], 33), (key[:70], value[:70]), strict=True)
-    later = written_out(exact[:70], *(torch.cat(each) for each in both), 0.2)
+    later = rows_attention(exact[:70], *(torch.cat(each) for each in both), 0.2)
     torch.testing.assert_close(output[:70], later, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(output[70:], written_out(exact[70:], key[70:], value[70:], 0.2), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output[70:], rows_attention(exact[70:], key[70:], value[70:], 0.2), rtol=1e-4, atol=1e-5)
     # FP8 rounds what neither of them reads
     for read in (numbers, cache):
-        assert (later - written_out(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
+        assert (later - rows_attention(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
 
 
 def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, config, engine, caplog):
     builder, _ = parts
     common, _ = step_of(MIXES["one whole prompt"])
-    assert hasattr(builder.build(0, common), "flexmask_step")
-    assert not hasattr(builder.build_for_cudagraph_capture(common), "flexmask_step")
-    assert not hasattr(builder.build_for_drafting(common, 0), "flexmask_step")
-    assert hasattr(builder.build(0, common), "flexmask_step")
+    for build in (builder.build_for_cudagraph_capture, lambda given: builder.build_for_drafting(given, 0)):
+        assert not hasattr(build(common), "flexmask_step")
+        assert hasattr(builder.build(0, common), "flexmask_step")
     engine.counters.log_to(logging.getLogger("vllm.tests"), 60.0)
     derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], config, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
