@@ -79,7 +79,7 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     -------
     callable
         ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with the
-        `Method` as its attribute ``method``. A docstring without "Returns" is completed by a reference to that of flexprefill.
+        `Method` as its attribute ``method``. A numpydoc docstring without "Returns" gets a reference to that of flexprefill.
 
     Raises
     ------

@@ -22,8 +22,8 @@ Stock: Any = object  # what mixins stand before: a class of the engine, which is
 class Engine:
     """The options, roles and counts of a model's attention layers.
 
-    An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `plan` in each step, `count` in each layer
-    that it may serve, and `attend` for each sparse request; other rows go to its own kernel.
+    An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `reserve` while memory is measured, `plan`
+    in each step, `count` in each layer that it may serve, and `attend` for each sparse request; other rows go to its own kernel.
     """
 
     def __init__(self, options: ServingOptions, log: logging.Logger) -> None:
@@ -62,7 +62,8 @@ class Engine:
 
     def reserve(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
         """Make the largest call, on CUDA, to have its memory measured."""
-        reserve(self.sparse_layers, largest, device, dtype, self.options.count_density)
+        if self.sparse_layers:
+            reserve(self.sparse_layers, largest, device, dtype, self.options.count_density)
 
     def plan(
         self, starts: Sequence[int], seq_lens: Sequence[int] | None, reason: str | None = None,

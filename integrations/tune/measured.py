@@ -72,7 +72,7 @@ class MeasuredErrors:
             layers = [errors for _, errors in sorted(of_prompt.items())]
             visible = np.repeat([errors.visible for errors in layers], [len(errors.density) for errors in layers])
             density, error = (np.concatenate(by_gamma) for by_gamma in zip(*((x.density, x.error) for x in layers), strict=True))
-            prompts.append((visible / visible.sum(), density * (visible / visible.sum())[:, None], error))
+            prompts.append((visible / visible.sum(), density * visible[:, None] / visible.sum(), error))
         visible, blocks, error = (np.mean(parts, 0) for parts in zip(*prompts, strict=True))
         return visible, blocks, error
 

@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.vllm.builder import Step
-from flexmask.integrations.vllm.engine import DRAFT, LATENT_ARGUMENTS, engine_of
+from flexmask.integrations.vllm.engine import ARGUMENTS, DRAFT, LATENT_ARGUMENTS, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
 
@@ -62,7 +62,8 @@ def given_arguments(function: Any, *arguments: Any, **options: Any) -> dict[str,
     for name, value in inspect.signature(function).bind(*arguments, **options).arguments.items():
         given |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    return {name: x for name, x in given.items() if name in LATENT_ARGUMENTS or not _same(x, defaults.get(name))}
+    known = LATENT_ARGUMENTS if "kv_lora_rank" in given else ARGUMENTS
+    return {name: x for name, x in given.items() if name in known or not _same(x, defaults.get(name))}
 
 
 def _same(value: Any, default: Any) -> bool:
