@@ -65,7 +65,7 @@ for _asks in (is_traced, _has_tracing_context, is_exporting):
 
 def any_thread_exports() -> bool:
     """True while any thread exports: torch.compile then gives back the bare function."""
-    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()  # noqa: TID251
+    return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()  # noqa: TID251  # any thread's is meant
 
 
 def in_dispatch_mode() -> bool:

@@ -11,13 +11,13 @@ import pandas as pd
 
 from bench.intervals import of_mean
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import vllm_prefills, vllm_rows
+from bench.report.first_token import vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
 
 NAME = "Qwen2.5-Coder-1.5B-Instruct"
-CHUNKS, OTHER_HOST = "chunks, YaRN 4", "chunks, YaRN 4, another machine"  # runs
+CHUNKS = "chunks, YaRN 4"  # a run
 _YARN = {16384: 1, 32768: 1, 65536: 4, 131072: 4}  # YaRN's factor by prompt tokens
 _RULER = ("hybrid, gamma 0.9", "hybrid, gamma 0.95", "flexprefill, gamma 0.9")
 
@@ -35,14 +35,12 @@ def table(folder: Path = FOLDER) -> list[str]:
     """A column per length: first tokens in chunks of 32k, speedups, perplexity, RULER's mean."""
     lengths, chunked = [tokens for tokens in _YARN if tokens > 16384], _chunked(folder)
     timed = chunked[32768].combine_first(first_tokens(folder)).loc[lengths]  # a prompt of 32k is one chunk
-    other_host = pd.DataFrame(vllm_rows(folder, "first_seconds", model=NAME, run=OTHER_HOST, chunk=8192))
-    slower = chunked[8192]["dense"] / other_host.groupby("prompt_tokens")["seconds"].mean()
     changes = [_own(_texts(tokens, folder), 0.9, 0.5)["d_loss"].mean() for tokens in lengths]
     ruler = [_means(scores(tokens, folder)) for tokens in lengths]
     rows = {
         "first token, dense → flexmask": [f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in timed.iterrows()],
         "**speedup**, chunks of 32k": [f"**{ratio:.2f}**" for ratio in timed["ratio"]],
-        "speedup, chunks of 8k": [f"{slower[tokens]:.1f} to {chunked[8192]['ratio'][tokens]:.1f}" for tokens in lengths],
+        "speedup, chunks of 8k": [f"{ratio:.2f}" for ratio in chunked[8192]["ratio"].loc[lengths]],
         "perplexity, change": [f"{np.expm1(change):+.1%}" for change in changes],
         "RULER, dense → flexmask": [f"{own['dense']:.1f} → {own[_RULER[0]]:.1f}" if len(own) else "not run" for own in ruler],
     }
@@ -107,7 +105,8 @@ def methods(folder: Path = FOLDER) -> list[str]:
     for model, yarn, tokens, density in ((NAME, 1, 32768, 0.2), (NAME, 4, 65536, 0.22), ("SmolLM2-135M", 8, 65536, 0.12)):
         curves = Curves(_without_floor(language_model(tokens, folder, yarn=yarn, model=model)))
         place = f"{model.removesuffix('-Instruct')}, {thousands(tokens)}{f', YaRN {yarn}' if yarn > 1 else ''}"
-        errors = [number(curves.error_at(method, density)) for method in ("hybrid", *OTHERS)]
+        read = [(curves.error_at(each, density), *curves.interval_at(each, density)) for each in ("hybrid", *OTHERS)]
+        errors = [number(error) + interval(low, high) for error, low, high in read]
         cells.append([f"{place}, {density:.0%} of the blocks", *errors])
     return markdown_table(["error at equal density", "`hybrid`", *(f"`{other}`" for other in OTHERS)], cells)
 

@@ -146,7 +146,7 @@ def with_common(*left_out: str) -> Callable[[Callable[..., None]], Callable[...,
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=Common._field_defaults[name], annotation=hints[name])
             for name in names
         )
-        run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]  # read by inspect
         return run
 
     return decorate
