@@ -1,19 +1,20 @@
-"""Measures what gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads --out PICTURE.png``.
+"""Measures what gamma keeps of even, mixed and concentrated heads: ``python -m bench.fidelity.even_heads``, on a CPU.
 
-Prints shares of the rows' attention, mean over all rows, by kind of head and method; without ``--out`` no picture. Runs on a CPU.
+Prints shares of the rows' attention, mean over all rows, by kind of head and method.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.tables import markdown_table
 from flexmask import flexprefill_mask, hybrid_mask
 
 BLOCK, HEAD_DIM = 128, 16
@@ -64,41 +65,17 @@ def points(tokens: int) -> list[Point]:
 
 def table(found: Sequence[Point]) -> list[str]:
     """Markdown: share of the rows' attention kept, and blocks kept in brackets."""
-    lines = [f"| head | method | {' | '.join(f'{gamma:g}' for gamma in GAMMAS)} |", "|---|---|" + "---|" * len(GAMMAS)]
-    for kind in KINDS:
-        for method in METHODS:
-            own = [each for each in found if (each.kind, each.method) == (kind, method)]
-            lines.append(f"| {kind} | {method} | {' | '.join(f'{p.held:.0%} ({p.density:.0%})' for p in own)} |")
-    return lines
-
-
-def draw(found: Sequence[Point], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for kind, marker in zip(KINDS, "osv", strict=True):
-        for method, style in zip(METHODS, ("-", ":", "--"), strict=True):
-            own = [each for each in found if (each.kind, each.method) == (kind, method)]
-            gammas, held = [each.gamma for each in own], [each.held for each in own]
-            axes.plot(gammas, held, linestyle=style, marker=marker, label=f"{kind}, {method}")
-    axes.set(xlabel="gamma", ylabel="share of the rows' attention kept", ylim=(0, 1.03))
-    axes.legend(fontsize="small", ncols=2)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    cells = []
+    for kind, method in itertools.product(KINDS, METHODS):
+        own = [each for each in found if (each.kind, each.method) == (kind, method)]
+        cells.append([kind, method, *(f"{each.held:.0%} ({each.density:.0%})" for each in own)])
+    return markdown_table(["head", "method", *(f"{gamma:g}" for gamma in GAMMAS)], cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768, help="a multiple of 128, at least 1,024 (32,768)")
-    parser.add_argument("--out", type=Path, help="picture")
-    options = parser.parse_args(arguments)
-    found = points(options.tokens)
-    print("\n".join(table(found)))
-    if options.out is not None:
-        draw(found, options.out)
+    print("\n".join(table(points(parser.parse_args(arguments).tokens))))
 
 
 if __name__ == "__main__":

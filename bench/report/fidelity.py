@@ -98,21 +98,23 @@ def gains(folder: Path = FOLDER) -> list[str]:
 
 
 def draw_by_density(axes: Any, folder: Path = FOLDER, **of_model: Any) -> None:
-    """All methods measured, on SmolLM2 and 16k tokens by default; hybrid's name at its line, and a ring at gamma 0.9."""
-    rows = language_model(**{"length": 16384, "folder": folder, **of_model})
-    rows = rows[~rows["options"].str.contains('"min_coverage": 0.5')]
+    """All methods measured, on SmolLM2 and 16k tokens by default, hybrid without its floor; a ring at hybrid's default."""
+    every = language_model(**{"length": 16384, "folder": folder, **of_model})
+    rows = every[~every["options"].str.contains('"min_coverage": 0.5')]
     curves, measured = Curves(rows), set(rows["method"]) - {"dense", "causal"}
     methods = [*(name for name in NAMES if name in measured), *sorted(measured - set(NAMES))]
     for method, (colour, marker, dash) in zip(methods, cycle(LINES), strict=False):
         densities, errors = curves.settings(method)
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dash, "markersize": 5}
-        axes.plot(100 * densities, errors, label=NAMES.get(method, method), linewidth=2.5 if method == "hybrid" else 1.3, **style)
-    density, error = hybrid_at(rows)[["density", "abs_d"]].mean()
+        name = "hybrid (ours), without its floor" if method == "hybrid" else NAMES.get(method, method)
+        axes.plot(100 * densities, errors, label=name, linewidth=2.5 if method == "hybrid" else 1.3, **style)
+    default = hybrid_at(every, '{"gamma": 0.9, "min_coverage": 0.5}')
+    density, error = (default if len(default) else hybrid_at(rows))[["density", "abs_d"]].mean()
     axes.plot(100 * density, error, "o", color="black", markersize=11, fillstyle="none")
     at = {"textcoords": "offset points", "ha": "right", "va": "top"}
-    axes.annotate("hybrid (ours)\nring: gamma 0.9", (100 * density, error), (-12, -16), **at)
-    names = {"xlabel": "density, %", "ylabel": "|Δ log p|: mean change of a token's log-probability"}
-    axes.set(**names, xlim=(0, 60), yscale="log")
+    axes.annotate("ring: the default" if len(default) else "ring: gamma 0.9", (100 * density, error), (-12, -16), **at)
+    names = {"xlabel": "density, %", "ylabel": "|Δ log p|: mean change of a log-probability, log scale"}
+    axes.set(**names, xlim=(0, min(60, 105 * rows["density"].max())), yscale="log")
     axes.minorticks_off()
     ticks = [0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -9,10 +9,11 @@ import pandas as pd
 
 from bench.report.rows import FOLDER
 from bench.report.speed import DENSE, model_rows
-from bench.serving.table import Row, engine_rows, first_tokens, throughput
+from bench.serving.table import Row, engine_rows, first_tokens, loads, throughput
 
 SHAPE = "llama-3.1-8b"
 RANDOM = 0.2  # density of the random blocks that transformers was timed with
+CHUNKS = "nearest keys, chunks"  # a run
 _H100 = {"device": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "model": SHAPE, "run": "nearest keys"}
 
 
@@ -35,9 +36,9 @@ def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
     return _paired(pd.DataFrame(rows), "method", "stock", sparse)
 
 
-def vllm_h100(folder: Path = FOLDER) -> pd.DataFrame:
-    """Whole prompts, hybrid with the nearest keys, on an H100."""
-    rows = pd.DataFrame(vllm_rows(folder, "first_seconds", chunk=None, **_H100))
+def vllm_h100(folder: Path = FOLDER, **wanted: Any) -> pd.DataFrame:
+    """Hybrid with the nearest keys on an H100, whole prompts unless `wanted` has a chunk."""
+    rows = pd.DataFrame(vllm_rows(folder, "first_seconds", **{"chunk": None, **_H100, **wanted}))
     return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 
@@ -62,5 +63,7 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
 
 TABLES = {
     "vllm-first-tokens": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **_H100)),
+    "vllm-chunks": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **{**_H100, "run": CHUNKS})),
+    "vllm-load": lambda folder: loads(vllm_rows(folder, "rate", **{**_H100, "run": "nearest keys, under load"})),
     "vllm-at-once": lambda folder: throughput(vllm_rows(folder, "tokens_per_second", **_H100)),
 }

@@ -11,7 +11,8 @@ import pandas as pd
 
 from bench.intervals import of_mean
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import vllm_prefills
+from bench.report.first_token import CHUNKS as SHAPES
+from bench.report.first_token import vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
@@ -32,24 +33,28 @@ def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
 
 
 def table(folder: Path = FOLDER) -> list[str]:
-    """A column per length: first tokens in chunks of 32k, speedups, perplexity, RULER's mean."""
+    """A column per length: first tokens and their speedups, blocks kept, perplexity, RULER's mean; speedups of an 8B shape."""
     lengths, chunked = [tokens for tokens in _YARN if tokens > 16384], _chunked(folder)
     timed = chunked[32768].combine_first(first_tokens(folder)).loc[lengths]  # a prompt of 32k is one chunk
-    changes = [_own(_texts(tokens, folder), 0.9, 0.5)["d_loss"].mean() for tokens in lengths]
-    ruler = [_means(scores(tokens, folder)) for tokens in lengths]
-    rows = {
-        "first token, dense → flexmask": [f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in timed.iterrows()],
-        "**speedup**, chunks of 32k": [f"**{ratio:.2f}**" for ratio in timed["ratio"]],
-        "speedup, chunks of 8k": [f"{ratio:.2f}" for ratio in chunked[8192]["ratio"].loc[lengths]],
-        "perplexity, change": [f"{np.expm1(change):+.1%}" for change in changes],
-        "RULER, dense → flexmask": [f"{own['dense']:.1f} → {own[_RULER[0]]:.1f}" if len(own) else "not run" for own in ruler],
-    }
-    return markdown_table(["prompt", *map(_named, lengths)], [[name, *cells] for name, cells in rows.items()])
-
-
-def _means(both: pd.DataFrame) -> pd.Series:
-    """Means of the tasks that every method has, empty without scores."""
-    return both.dropna(axis=1).mean()
+    texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in lengths]
+    shape = {size: vllm_h100(folder, run=SHAPES, chunk=size) for size in (None, 8192, 32768)}
+    of_shape = shape[32768].combine_first(shape[None])["ratio"]
+    first, *small = (f"{ratio:.2f}" for ratio in chunked[8192]["ratio"].loc[lengths])
+    ruler = [scores(tokens, folder) for tokens in lengths]
+    changes = [list((own[_RULER[0]] - own["dense"]).dropna().groupby(level="index").mean()) for own in ruler]
+    means = [f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" for own in ruler]
+    rows = [
+        ["**1.5B**: speedup, chunks of 8k", f"{first}\\*", *small],
+        ["speedup, chunks of 32k", *(f"{ratio:.2f}" for ratio in timed["ratio"])],
+        ["first token, chunks of 32k", *(f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in timed.iterrows())],
+        ["blocks kept", *(percent(own["density"].mean()) for own in texts)],
+        ["perplexity", *(f"{np.expm1(own['d_loss'].mean()):+.1%}" for own in texts)],
+        ["RULER", *(f"{mean}{interval(*of_mean(change), '+.1f')}" for mean, change in zip(means, changes, strict=True))],
+        ["**8B shape**: speedup, chunks of 8k", *map(number, shape[8192]["ratio"])],
+        ["speedup, chunks of 32k", *map(number, of_shape)],
+        ["first token, chunks of 8k", *(f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in shape[8192].iterrows())],
+    ]
+    return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
 
 
 def price(folder: Path = FOLDER) -> list[str]:
@@ -154,5 +159,5 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "trained-settings": settings,
     "trained-chunks": chunks,
     "trained-methods": methods,
-    **{f"trained-tasks-{thousands(length)}": partial(tasks, length) for length in (32768, 65536)},
+    **{f"trained-tasks-{thousands(length)}": partial(tasks, length) for length in (32768, 65536, 131072)},
 }

@@ -59,6 +59,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefills", type=int, default=3, help="prefills that the median is taken over, after the first")
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens a prompt in the measurement of throughput")
+    parser.add_argument(
+        "--rate", type=float, help="prompts a second that arrive at random while --at-once requests decode; alone, in --chunks"
+    )
     parser.add_argument("--utilization", type=float, default=0.9, help="share of the GPU's memory, as vLLM's")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
@@ -115,7 +118,7 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
         "enforce_eager": on_cpu,
         "max_model_len": most + options.new_tokens,
         "max_num_batched_tokens": most,
-        "max_num_seqs": max(options.at_once, 2),
+        "max_num_seqs": max(options.at_once, 2) + (16 if options.rate else 0),
         # every request prefills its prompt
         "enable_prefix_caching": False,
         # throughput comes with the times of every request
@@ -198,8 +201,47 @@ def throughput(llm: Any, options: argparse.Namespace, tokens: int) -> dict[str, 
     return {**row, "seconds_a_token_after": after}
 
 
+def under_load(llm: Any, options: argparse.Namespace, tokens: int, chunk: int, number: int = 12) -> dict[str, Any]:
+    """`number` prompts arrive at random while others decode: seconds to their first tokens, and between tokens of the others."""
+    from vllm import SamplingParams
+
+    engine, counters = llm.llm_engine, counted(llm, options)
+    engine.engine_core.engine_core.scheduler.max_num_scheduled_tokens = chunk
+    how = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    decoding = [f"decodes {index}" for index in range(options.at_once)]
+    for name, ids in zip(decoding, prompts(options, 1024, options.at_once), strict=True):
+        given = SamplingParams(max_tokens=max(options.prompt_tokens) - 1024, **how)
+        engine.add_request(name, {"prompt_token_ids": ids}, given)
+    draw, asked = random.Random(0), prompts(options, tokens, number)
+    arrivals = list(itertools.accumulate(draw.expovariate(options.rate) for _ in asked))
+    gaps: list[float] = []
+    waits: dict[str, float] = {}
+    done, arrived, before = 0, 0, (start := time.perf_counter())
+    while done < number:
+        while arrived < number and arrivals[arrived] <= time.perf_counter() - start:
+            given = SamplingParams(max_tokens=options.new_tokens, **how)
+            engine.add_request(str(arrived), {"prompt_token_ids": asked[arrived]}, given)
+            arrived += 1
+        outputs = engine.step()
+        now = time.perf_counter()
+        if any(each.request_id in decoding for each in outputs):
+            gaps, before = [*gaps, now - before], now
+        for each in (each for each in outputs if each.request_id not in decoding):
+            waits.setdefault(each.request_id, now - start - arrivals[int(each.request_id)])
+            done += each.finished
+    engine.abort_request(decoding)
+    parts = statistics.quantiles(gaps, n=100, method="inclusive")
+    row = {"prompt_tokens": tokens, "chunk": chunk, "rate": options.rate, "decoding": options.at_once, "seconds": now - start}
+    row |= {"first_token_seconds": list(waits.values()), "density": counters.density if counters else None}
+    return row | {"gap_p50": parts[49], "gap_p95": parts[94], "gap_p99": parts[98], "gap_most": max(gaps)}
+
+
 def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All rows, as the command line selects them."""
+    if options.rate:
+        for chunk, tokens in itertools.product(options.chunks, options.prompt_tokens):
+            yield under_load(llm, options, tokens, chunk)
+        return
     for tokens in options.prompt_tokens:
         for number, prompt in enumerate(prompts(options, tokens, options.prompts)):
             yield {**measure(llm, options, prompt, None), "prompt": number}
@@ -222,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = options.shape or Path(options.model).name
     common = {"model": model, "layers": options.layers, "run": options.run, "method": described(options)}
     common |= {"gpus": options.tensor_parallel, "dtype": options.dtype, "device": device_name(), "start_seconds": started}
+    cache = llm.llm_engine.vllm_config.cache_config
+    common |= {"cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size}
     common |= {"vllm": vllm.__version__, "torch": torch.__version__}
     for row in rows(llm, options):
         append_row(options.json, {**common, **row})

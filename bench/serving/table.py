@@ -1,8 +1,7 @@
 """SERVING.md from the lines in ``bench/results``: ``python -m bench.serving.table > bench/SERVING.md``.
 
-``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``step-*.csv`` those of steps that were taken apart,
-``sglang-*.csv`` those of `bench.serving.sglang_first_token`, ``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of rows
-with the same key the last one counts.
+``serving-*.jsonl`` holds the rows of `bench.serving.first_token`, ``sglang-*.csv`` those of `bench.serving.sglang_first_token`,
+``agreement-*.jsonl`` those of ``tests.vllm.agreement``. Of rows with the same key the last one counts.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from bench.tables import markdown_table, thousands
 
 Row = dict[str, Any]
 _ENGINE = ("device", "vllm", "model", "layers", "gpus", "run")
-_KINDS = ("attention", "linear layers", "copies", "masks", "rest")
+_GAPS = {"p50": 1, "p95": 0, "p99": 0, "most": 0}  # digits of milliseconds
 HEAD = """# Serving
 
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
 [docs/serving.md](../docs/serving.md) what the plug-in does.
 
-An earlier version of the plug-in gave the rows above "Steps taken apart": with randomly chosen blocks, or with FlexPrefill's
-masks where a heading says so. In "Steps taken apart" stock is the same engine with every row dense.
+An earlier version of the plug-in gave the rows of H200s.
 """
 
 
@@ -72,35 +70,16 @@ def throughput(rows: Sequence[Row]) -> list[str]:
     return markdown_table(head, cells) if cells else []
 
 
-def steps(rows: Sequence[Row]) -> list[str]:
-    """First tokens and kernels of the steps that were taken apart."""
-    names = ("device", "vllm", "model", "layers", "kv_cache", "prompts", "prompt_tokens", "chunk")
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in rows:
-        key = (*(row[name] for name in names), row["attention"])
-        found.setdefault(key, {})[f"{row['kind']} {row['part']}"] = row
-    times, parts = [], []
-    for (*asked, attention), own in sorted(found.items(), key=lambda each: (*each[0][2:5], int(each[0][5]), int(each[0][6]))):
-        device, release, model, layers, cache, prompts, tokens, chunk = asked
-        if layers:
-            model += f", {layers} layers"
-        size = thousands(int(tokens)) if prompts == "1" else f"{prompts} x {thousands(int(tokens))}"
-        if chunk:
-            size += f" in chunks of {thousands(int(chunk))}"
-        first = own.get("ttft first token")
-        if first:
-            stock = found.get((*asked, "stock"), {}).get("ttft first token")
-            gain = f"{float(stock['milliseconds']) / float(first['milliseconds']):.2f}x" if stock and stock is not first else "-"
-            density = f"{float(first['density']):.1%}" if first["density"] else "-"
-            seconds = f"{float(first['milliseconds']) / 1e3:.3f} s"
-            times.append([f"{device}, vLLM {release}", model, cache, size, attention, density, seconds, gain, first["rounds"]])
-        if "kernels host" in own:
-            kinds = [float(own[f"kernels {kind}"]["milliseconds"]) for kind in (*_KINDS, "idle", "host")]
-            parts.append([model, cache, size, attention, *(f"{each:,.0f} ms" for each in kinds)])
-    named = ["shape", "cache", "prompt", "run with"]
-    head = ["run on", *named, "density", "first token", "stock / this", "rounds"]
-    lines = ["## Steps taken apart", "", *markdown_table(head, times)] if times else []
-    return lines + (markdown_table([*named, *_KINDS, "idle", "host"], parts) if parts else [])
+def loads(rows: Sequence[Row]) -> list[str]:
+    """Prompts that arrive at random beside requests that decode, stock and with the plug-in, a row per size of the chunks."""
+    cells = []
+    for chunk in sorted({row["chunk"] for row in rows}):
+        stock, own = sorted((row for row in rows if row["chunk"] == chunk), key=lambda row: row["method"] != "stock")
+        waits = [f"{statistics.fmean(row['first_token_seconds']):.2f}" for row in (stock, own)]
+        gaps = [[f"{row[f'gap_{part}'] * 1e3:,.{digits}f}" for row in (stock, own)] for part, digits in _GAPS.items()]
+        cells.append([thousands(chunk), f"{' → '.join(waits)} s", *(f"{' → '.join(pair)} ms" for pair in gaps)])
+    head = ["chunks", "first token, mean: dense → flexmask", "between tokens: median", "95%", "99%", "longest"]
+    return markdown_table(head, cells) if cells else []
 
 
 def sglang(rows: Sequence[Row]) -> list[str]:
@@ -149,7 +128,7 @@ def report(folder: Path) -> str:
         lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}{f': {run}' if run else ''}", ""]
         lines += first_tokens([row for row in own if "first_seconds" in row])
         lines += throughput([row for row in own if "tokens_per_second" in row])
-    lines += steps([row for path in sorted(folder.glob("step-*.csv")) for row in csv.DictReader(whole_lines(path))])
+        lines += loads([row for row in own if "rate" in row])
     lines += sglang([row for path in sorted(folder.glob("sglang-*.csv")) for row in csv.DictReader(whole_lines(path))])
     for path in sorted(folder.glob("agreement-*.jsonl")):
         of = {"sglang": ", SGLang", "adapter": ", the adapter for transformers on a CPU"}.get(path.name.split("-")[1], "")

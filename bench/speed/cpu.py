@@ -9,6 +9,7 @@ import argparse
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from bench.speed.calls import density, kernel
@@ -20,15 +21,6 @@ from flexmask.flex.dense import dense_attention
 DENSITIES = (0.3, 0.5, 0.6, 0.7, 0.8, 1.0)
 
 
-def crossing(densities: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """Density at which a ratio crosses 1; None if it does not."""
-    points = list(zip(densities, ratios, strict=True))
-    for (low, below), (high, above) in itertools.pairwise(points):
-        if below <= 1 < above:
-            return low + (high - low) * (1 - below) / (above - below)
-    return None
-
-
 def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> list[str]:
     """Row of SDPA's milliseconds, ratios by density, and the break-even."""
     query, key, value = (torch.randn(1, heads, tokens, head_dim).to(dtype) for heads in (4, 1, 1))
@@ -38,7 +30,7 @@ def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> l
     taken = {each: float(value) for each, value in in_turns(made, rounds).items()}
     ratios = [taken[each] / taken[0.0] for each in DENSITIES]
     kept = [density((query, key, value), "random_blocks", {"density": each}) for each in DENSITIES]
-    even = crossing(kept, ratios)
+    even = np.interp(1, ratios, kept) if ratios[0] <= 1 < ratios[-1] else None
     name = f"{tokens:,} tokens, head_dim {head_dim}, {str(dtype).removeprefix('torch.')}"
     return [name, f"{taken[0.0]:.0f} ms", *(f"{ratio:.2f}" for ratio in ratios), "none" if even is None else f"{even:.2f}"]
 
