@@ -57,22 +57,6 @@ def table(folder: Path = FOLDER) -> list[str]:
     return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
 
 
-def price(folder: Path = FOLDER) -> list[str]:
-    """RULER at 32k by gamma: the two tasks that lose most, the mean, and the speed on texts."""
-    both, ways = scores(32768, folder), ["dense", _RULER[1], _RULER[0]]
-    named = {
-        "niah_multikey_2": "find one record among a thousand similar (`niah_multikey_2`)",
-        "ruler_fwe": "name the three most frequent words (`ruler_fwe`)",
-    }
-    cells = [[told, *(f"{score:.1f}" for score in both.loc[task][ways].mean())] for task, told in named.items()]
-    changes = [(both[way] - both["dense"]).groupby(level="index").mean() for way in ways[1:]]
-    shown = [f"{change.mean():+.1f}{interval(*of_mean(list(change)), '+.1f')}" for change in changes]
-    cells.append(["mean of ten tasks, change", f"{both['dense'].mean():.1f}", *shown])
-    speedups = [first_tokens(folder, method).loc[32768, "ratio"] for method in (_RULER[1], "hybrid")]
-    cells.append(["speedup on the texts", "1", *(f"{ratio:.2f}" for ratio in speedups)])
-    return markdown_table(["at 32k", "dense", "gamma 0.95", "gamma 0.9"], cells)
-
-
 def _named(tokens: int) -> str:
     return thousands(tokens) + (f", YaRN {_YARN[tokens]}" if _YARN[tokens] > 1 else "")
 
@@ -155,7 +139,6 @@ def chunks(folder: Path = FOLDER) -> list[str]:
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "trained": table,
-    "trained-price": price,
     "trained-settings": settings,
     "trained-chunks": chunks,
     "trained-methods": methods,

@@ -216,7 +216,7 @@ def under_load(llm: Any, options: argparse.Namespace, tokens: int, chunk: int, n
     arrivals = list(itertools.accumulate(draw.expovariate(options.rate) for _ in asked))
     gaps: list[float] = []
     waits: dict[str, float] = {}
-    done, arrived, before = 0, 0, (start := time.perf_counter())
+    done, arrived, start, before = 0, 0, time.perf_counter(), 0.0
     while done < number:
         while arrived < number and arrivals[arrived] <= time.perf_counter() - start:
             given = SamplingParams(max_tokens=options.new_tokens, **how)
@@ -225,7 +225,7 @@ def under_load(llm: Any, options: argparse.Namespace, tokens: int, chunk: int, n
         outputs = engine.step()
         now = time.perf_counter()
         if any(each.request_id in decoding for each in outputs):
-            gaps, before = [*gaps, now - before], now
+            gaps, before = [*gaps, now - (before or now)], now
         for each in (each for each in outputs if each.request_id not in decoding):
             waits.setdefault(each.request_id, now - start - arrivals[int(each.request_id)])
             done += each.finished

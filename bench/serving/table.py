@@ -73,8 +73,9 @@ def throughput(rows: Sequence[Row]) -> list[str]:
 def loads(rows: Sequence[Row]) -> list[str]:
     """Prompts that arrive at random beside requests that decode, stock and with the plug-in, a row per size of the chunks."""
     cells = []
-    for chunk in sorted({row["chunk"] for row in rows}):
-        stock, own = sorted((row for row in rows if row["chunk"] == chunk), key=lambda row: row["method"] != "stock")
+    of_stock = {(row["chunk"], row["rate"]): row for row in rows if row["method"] == "stock"}
+    for own in (row for row in rows if row["method"] != "stock" and (row["chunk"], row["rate"]) in of_stock):
+        stock, chunk = of_stock[own["chunk"], own["rate"]], own["chunk"]
         waits = [f"{statistics.fmean(row['first_token_seconds']):.2f}" for row in (stock, own)]
         gaps = [[f"{row[f'gap_{part}'] * 1e3:,.{digits}f}" for row in (stock, own)] for part, digits in _GAPS.items()]
         cells.append([thousands(chunk), f"{' → '.join(waits)} s", *(f"{' → '.join(pair)} ms" for pair in gaps)])
@@ -113,7 +114,7 @@ def agreement(rows: Sequence[Row], engine: str) -> list[str]:
 def engine_rows(folder: Path) -> list[Row]:
     """Rows of `bench.serving.first_token`, the last of each key."""
     measured = [row for path in sorted(folder.glob("serving-*.jsonl")) for row in read_rows(path)]
-    names = (*_ENGINE, "method", "prompt_tokens", "prompt", "chunk", "at_once")
+    names = (*_ENGINE, "method", "prompt_tokens", "prompt", "chunk", "at_once", "rate")
     return list({tuple(row.get(name) for name in names): row for row in measured}.values())
 
 
