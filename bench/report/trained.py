@@ -43,6 +43,7 @@ def table(folder: Path = FOLDER) -> list[str]:
     ruler = [scores(tokens, folder) for tokens in lengths]
     changes = [list((own[_RULER[0]] - own["dense"]).dropna().groupby(level="index").mean()) for own in ruler]
     means = [f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" for own in ruler]
+    means[-1] += f" ({ruler[-1].index.get_level_values('task').nunique()} tasks)"
     rows = [
         ["**1.5B**: speedup, chunks of 8k", f"{first}\\*", *small],
         ["speedup, chunks of 32k", *(f"{ratio:.2f}" for ratio in timed["ratio"])],
