@@ -13,7 +13,7 @@ from bench.serving.table import Row, engine_rows, first_tokens, loads, throughpu
 
 SHAPE = "llama-3.1-8b"
 RANDOM = 0.2  # density of the random blocks that transformers was timed with
-CHUNKS = "nearest keys, chunks"  # a run
+IN_CHUNKS = "nearest keys, chunks"  # a run
 _H100 = {"device": "NVIDIA H100 80GB HBM3", "vllm": "0.26.0", "model": SHAPE, "run": "nearest keys"}
 
 
@@ -63,7 +63,7 @@ def _paired(rows: pd.DataFrame, by: str, dense: str, sparse: str) -> pd.DataFram
 
 TABLES = {
     "vllm-first-tokens": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **_H100)),
-    "vllm-chunks": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **{**_H100, "run": CHUNKS})),
+    "vllm-chunks": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **{**_H100, "run": IN_CHUNKS})),
     "vllm-load": lambda folder: loads(vllm_rows(folder, "rate", **{**_H100, "run": "nearest keys, under load"})),
     "vllm-at-once": lambda folder: throughput(vllm_rows(folder, "tokens_per_second", **_H100)),
 }

@@ -11,8 +11,7 @@ import pandas as pd
 
 from bench.intervals import of_mean
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import CHUNKS as SHAPES
-from bench.report.first_token import vllm_h100, vllm_prefills
+from bench.report.first_token import IN_CHUNKS, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
@@ -37,7 +36,7 @@ def table(folder: Path = FOLDER) -> list[str]:
     lengths, chunked = [tokens for tokens in _YARN if tokens > 16384], _chunked(folder)
     timed = chunked[32768].combine_first(first_tokens(folder)).loc[lengths]  # a prompt of 32k is one chunk
     texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in lengths]
-    shape = {size: vllm_h100(folder, run=SHAPES, chunk=size) for size in (None, 8192, 32768)}
+    shape = {size: vllm_h100(folder, run=IN_CHUNKS, chunk=size) for size in (None, 8192, 32768)}
     of_shape = shape[32768].combine_first(shape[None])["ratio"]
     first, *small = (f"{ratio:.2f}" for ratio in chunked[8192]["ratio"].loc[lengths])
     ruler = [scores(tokens, folder) for tokens in lengths]

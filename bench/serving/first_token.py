@@ -225,7 +225,9 @@ def under_load(llm: Any, options: argparse.Namespace, tokens: int, chunk: int, n
         outputs = engine.step()
         now = time.perf_counter()
         if any(each.request_id in decoding for each in outputs):
-            gaps, before = [*gaps, now - (before or now)], now
+            if before:  # not the first tokens of all
+                gaps.append(now - before)
+            before = now
         for each in (each for each in outputs if each.request_id not in decoding):
             waits.setdefault(each.request_id, now - start - arrivals[int(each.request_id)])
             done += each.finished

@@ -30,7 +30,7 @@ def break_even(tokens: int, head_dim: int, dtype: torch.dtype, rounds: int) -> l
     taken = {each: float(value) for each, value in in_turns(made, rounds).items()}
     ratios = [taken[each] / taken[0.0] for each in DENSITIES]
     kept = [density((query, key, value), "random_blocks", {"density": each}) for each in DENSITIES]
-    even = np.interp(1, ratios, kept) if ratios[0] <= 1 < ratios[-1] else None
+    even = np.interp(1, np.maximum.accumulate(ratios), kept) if ratios[0] <= 1 < ratios[-1] else None
     name = f"{tokens:,} tokens, head_dim {head_dim}, {str(dtype).removeprefix('torch.')}"
     return [name, f"{taken[0.0]:.0f} ms", *(f"{ratio:.2f}" for ratio in ratios), "none" if even is None else f"{even:.2f}"]
 
