@@ -17,6 +17,8 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, has_flash_kernels, has_flash_package
 from flexmask.flex.flash_check import FlashCall, flash_verdict
 
+_MOST_CHARACTERS = 1000  # of an error: some list every model of transformers
+
 # changes from plain calls of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "plain calls": {},
@@ -165,6 +167,13 @@ def problems(device: torch.device | str) -> list[Problem]:
          f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10"),
     ]  # fmt: skip
     return sorted((Problem(*rest) for holds, *rest in conditions if holds), key=lambda problem: problem.severity != "error")
+
+
+def one_line(message: object) -> str:
+    """All lines of a message or an error in one, without colours, up to `_MOST_CHARACTERS`."""
+    line = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(message)).split())
+    line = line or type(message).__name__
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]} ... (--traceback shows all)"
 
 
 def check_transformers(version: str) -> None:

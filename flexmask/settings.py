@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,15 +134,15 @@ class PrefillSettings:
 
     def check_model(self, config: Any) -> None:
         """Refuse missing layers, and options per head of another number."""
-        number, heads = layers_and_heads(config)
-        if number is None:
+        heads = heads_by_layer(config)
+        if heads is None:
             return
+        number = len(heads)
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
             beyond = [index for index in indices if index >= number]
             if beyond:
                 raise ValueError(f"{name} must hold layer indices below {number}, the model's layers; got {beyond[0]}")
-        for layer in range(number):
-            num_heads = heads[layer] if isinstance(heads, tuple) else heads
+        for layer, num_heads in enumerate(heads):
             if num_heads is not None and layer not in self.dense_layers:
                 with_heads(self.selector(layer), num_heads, f"layer {layer}: ")
 
@@ -159,15 +160,7 @@ class PrefillSettings:
     def from_dict(cls, saved: Any, source: str = "settings", other_names: tuple[str, ...] = ()) -> PrefillSettings:
         """The settings of a dict from `to_dict`; else ValueError, with `source` first and `other_names` among the keys."""
         try:
-            _check_data(saved)
-            if not isinstance(saved, dict):
-                raise TypeError(f"must be a JSON object of options; got {type(saved).__name__}")
-            keywords = dict(saved)
-            if not isinstance(keywords.get("method", ""), str):
-                raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
-            if isinstance(keywords.get("layers"), dict):
-                keywords["layers"] = {_index(str(key)): options for key, options in keywords["layers"].items()}
-            return cls(**keywords)
+            return cls(**keywords_of(saved))
         except (TypeError, ValueError) as error:
             cause = error.with_names(*other_names) if isinstance(error, UnknownOption) else error
             raise ValueError(f"{source}: {cause}") from cause
@@ -204,10 +197,29 @@ _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).p
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
 
 
-def layers_and_heads(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
-    """Number of layers, and of heads (per layer where they differ)."""
-    number, heads = (getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads"))
-    return number, tuple(heads) if isinstance(heads, list) else heads
+# query heads by layer as a model's modules have them, by id of a living config: some models differ from theirs
+_HEADS: dict[int, Mapping[int, int]] = {}
+
+
+def note_heads(config: Any, heads: Mapping[int, int]) -> None:
+    """Query heads by layer of a model of this config, for `heads_by_layer`."""
+    if id(config) not in _HEADS:
+        weakref.finalize(config, _HEADS.pop, id(config), None)
+    _HEADS[id(config)] = heads
+
+
+def heads_by_layer(config: Any) -> tuple[int | None, ...] | None:
+    """Query heads of each layer, noted ones or those of the config, None where neither knows; None without a number of layers."""
+    number = getattr(config, "num_hidden_layers", None)
+    if not isinstance(number, int):
+        return None
+    # a config whose layers differ in a value refuses to be asked for it; its layers' configs answer
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * number
+    heads = getattr(config, "num_attention_heads_per_layer", None)
+    heads = heads or [getattr(of_layer, "num_attention_heads", None) for of_layer in layers]
+    heads = [each[layer] if isinstance(each, (list, tuple)) else each for layer, each in enumerate(heads)]
+    noted = _HEADS.get(id(config), {})
+    return tuple(noted.get(layer, heads[layer]) for layer in range(number))
 
 
 def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,19 +254,35 @@ def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None =
         raise TypeError(f"must be plain data, as JSON has it; got {type(saved).__name__}")
 
 
+def keywords_of(saved: Any) -> dict[str, Any]:
+    """The keywords of `PrefillSettings` in JSON's types, layers by number; TypeError or ValueError for other data."""
+    _check_data(saved)
+    if not isinstance(saved, dict):
+        raise TypeError(f"must be a JSON object of options; got {type(saved).__name__}")
+    keywords = dict(saved)
+    if not isinstance(keywords.get("method", ""), str):
+        raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
+    if isinstance(keywords.get("layers"), dict):
+        keywords["layers"] = {_index(str(key)): options for key, options in keywords["layers"].items()}
+    return keywords
+
+
 def _index(key: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", key):
         raise ValueError(f"layers must have layer indices as keys; got {key!r}")
     return int(key)
 
 
+# what a caller names: whole settings, or keywords of some
+Named = PrefillSettings | Mapping[str, Any]
+
+
 def named_settings(
     method: str | Callable[..., BlockMask] | None = None, settings: PrefillSettings | str | Path | None = None, **options: Any
-) -> PrefillSettings | None:
-    """The settings that a caller names, by keywords, as a whole or by file; None without any."""
+) -> Named:
+    """What a caller names: whole `settings`, an object or a file, or keywords, which are not checked yet."""
     if settings is None:
-        keywords = options if method is None else {"method": method, **options}
-        return PrefillSettings(**keywords) if keywords else None
+        return options if method is None else {"method": method, **options}
     if method is not None or options:
         also = sorted({*options, *([] if method is None else ["method"])})
         raise ValueError(f"settings must come without a method and options beside them; got {also} too")
@@ -265,6 +293,29 @@ def named_settings(
     return settings
 
 
+def merged(base: PrefillSettings, named: Named, source: str = "settings") -> PrefillSettings:
+    """`base`, which `source` names, with what a caller names over it: whole settings replace it, keywords one by one.
+
+    Raises TypeError or ValueError for wrong keywords, and where some of `base` would be lost without its name: one value for all
+    layers where `base` has the option by layer; another method, while options of the old one are not named again.
+    """
+    if isinstance(named, PrefillSettings):
+        return named
+    if not named:
+        return base
+    layers = {} if "layers" in named else base.layers
+    for layer, of_layer in layers.items():
+        again = next((name for name in named if name in of_layer), None)
+        if again is not None:
+            raise ValueError(f"{again} cannot override {again} of layer {layer} in {source}; name whole settings instead")
+    if named.get("method", base.method) != base.method:
+        lost = [*(name for name in base.options if name not in named), *(["layers"] if layers else [])]
+        if lost:
+            dropped = f"whose {', '.join(lost)} it would drop"
+            raise ValueError(f"method cannot override {base.method!r} in {source}, {dropped}; name whole settings instead")
+    return base.with_fields(**named)
+
+
 # for calls without a block, which read the config in every layer; by id of the object in a config, which its entry keeps alive,
 # with a copy of it and the model's shape
 _PARSED: dict[int, tuple[Any, Any, Any, PrefillSettings]] = {}
@@ -273,9 +324,10 @@ _MOST_PARSED = 64
 
 def saved_settings(config: Any) -> PrefillSettings | None:
     """The settings in a model's config; ValueError if they do not fit the model."""
-    saved, shape = getattr(config, CONFIG_KEY, None), layers_and_heads(config)
+    saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
+    shape = heads_by_layer(config)
     known = _PARSED.get(id(saved))
     if known is not None and known[1:3] == (saved, shape):
         return known[3]

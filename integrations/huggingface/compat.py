@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import transformers
 from torch import Tensor, nn
 from transformers import Pipeline, PreTrainedModel, masking_utils
@@ -14,6 +16,8 @@ from transformers.masking_utils import sliding_window_causal_mask_function as wi
 from flexmask._torch import is_fake, is_traced
 
 _Kind = TypeVar("_Kind")
+_HEADS = ("num_heads", "num_attention_heads", "num_q_heads", "n_heads", "n_head")  # attributes of attention modules
+_POSITIONS = re.compile("^wpe$|position|pos_emb")  # names of tables
 _AND, _OR = and_masks().__code__, or_masks().__code__
 
 NAME = "flexmask"  # of the attention, in transformers
@@ -48,14 +52,72 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The config that the attention layers have."""
-    return getattr(model.config, "text_config", model.config)
+    """The config that the attention layers of the text model have."""
+    try:
+        return model.config.get_text_config()
+    except ValueError:  # several, as an encoder's and a decoder's
+        return getattr(model.config, "text_config", model.config)
+
+
+def text_model(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The outermost part with the `text_config`, without encoders of images and sounds; None if no model of its own has it."""
+    config = text_config(model)
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((part for part in parts if part.config is config), None)
+
+
+def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of the text model, without parts that have a config of their own."""
+    config, apart = text_config(model), "\0"
+    for name, module in (text_model(model) or model).named_modules():
+        if isinstance(module, PreTrainedModel) and module.config is not config:
+            apart = f"{name}."
+        elif not name.startswith(apart):
+            yield name, module
+
+
+def heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
+    """Query heads by layer, of the attention modules that say so."""
+    heads = {}
+    for _, module in text_modules(model):
+        layer = getattr(module, "layer_idx", None)
+        # other mixers have heads of their own, and are not causal
+        if isinstance(layer, int) and isinstance(getattr(module, "is_causal", None), bool):
+            number = next((n for name in _HEADS if isinstance(n := getattr(module, name, None), int)), None)
+            if number is not None:
+                heads[layer] = number
+    return heads
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """Tokens of the longest prompt that a model has positions for, in a table by position; None without such a table."""
+    tables = []
+    for name, module in text_modules(model):
+        own = name.rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(own):
+            first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
+            tables.append(module.num_embeddings - first)
+        # sines and cosines by position
+        tables += [len(x) for own, x in module.named_buffers(recurse=False) if own == "embed_positions"]
+    return min(tables, default=None)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device of a model's inputs: that of its embeddings, also while accelerate keeps their weights elsewhere."""
+    embeddings = model.get_input_embeddings()
+    hook = getattr(embeddings, "_hf_hook", None)
+    for each in (hook, *getattr(hook, "hooks", ())):
+        device = getattr(each, "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    weight = next(embeddings.parameters(), None)
+    return model.device if weight is None else weight.device
 
 
 def check_servable(model: PreTrainedModel) -> None:
     """Raise NotImplementedError for cross, bidirectional or chunked attention, and for output_attentions."""
     name, config = type(model).__name__, text_config(model)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise refusal(f"{name}, an encoder with a decoder, whose cross attention it does not know", SDPA)
     flags = [
         module.is_causal

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
+from flexmask.environment import one_line
 from flexmask.flex.backend import chosen_backend
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.compat import text_config
+from flexmask.integrations.huggingface.compat import NAME, learned_positions, text_config
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
@@ -86,6 +87,10 @@ def layer_plan(
     model = model.eval().to(torch.bfloat16)
     number = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method=method, settings=settings, **options), collect_stats=False)
+    longest = learned_positions(model)
+    if longest is not None and tokens > longest:
+        beyond = f"{tokens:,} tokens exceed the {longest:,} positions that the model has learned"
+        return [PlannedLayer(layer, REFUSED, beyond) for layer in range(number)]
     planner, error = _Planner(tokens, torch.zeros((), device=device, dtype=dtype)), None
     planned = planner.layers
     # most models need only shapes with a mask, some others without one
@@ -95,7 +100,7 @@ def layer_plan(
         if error is None or len(planned) == number or _is_refusal(error):
             break
     if error is not None and len(planned) < number:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
+        line = one_line(error)
         if not _is_refusal(error):
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
         # the model's code reads more of the mask than it holds
@@ -155,7 +160,7 @@ def _follow(model: PreTrainedModel, run: PrefillRun, planner: _Planner, argument
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:
         with opened(model, run, planner) as scope, torch.no_grad():
-            for config in scope.configs:
+            for config in (config for config in scope.configs if config._attn_implementation == NAME):
                 config._attn_implementation_internal = _NAME
             try:
                 model(input_ids=ids, **arguments)

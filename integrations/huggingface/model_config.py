@@ -7,27 +7,45 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from flexmask.integrations.huggingface.compat import text_config, unwrapped
+from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.settings import CONFIG_KEY, PrefillSettings, named_settings
+from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, merged, named_settings, note_heads
 
-_of_process: PrefillSettings | None = None
+_of_process: Named = {}
 
 
-def set_process_settings(settings: PrefillSettings | None) -> None:
-    """Use these settings in the whole process; None leaves those that it has."""
+def set_process_settings(named: Named) -> None:
+    """Use these settings, or keywords, in the whole process; none leave those that it has."""
     global _of_process
-    _of_process = settings or _of_process
+    if not isinstance(named, PrefillSettings):
+        checked = merged(PrefillSettings(), named)
+        # copies, which the caller cannot change
+        copies = {**vars(checked), **checked.options}
+        named = {name: copies[name] for name in named} or _of_process
+    _of_process = named
 
 
-def settings_for(config: Any, named: PrefillSettings | None = None) -> PrefillSettings:
-    """The named settings, else the process's, the config's, or the defaults."""
-    return named or _of_process or configured(config) or PrefillSettings()
+def settings_for(config: Any, named: Named | None = None) -> PrefillSettings:
+    """The defaults, those in the config, the process's and the named ones, `merged` in this order."""
+    if isinstance(named, PrefillSettings):
+        return named
+    base, source = _of_process, "register"
+    if not isinstance(base, PrefillSettings):
+        source = f"{CONFIG_KEY} and register" if base else CONFIG_KEY
+        base = merged(configured(config) or PrefillSettings(), base, CONFIG_KEY)
+    return merged(base, named or {}, source)
+
+
+def shaped_config(model: PreTrainedModel) -> Any:
+    """The `text_config`, for which the heads of the model's layers are noted."""
+    config = text_config(model)
+    note_heads(config, heads_of_layers(model))
+    return config
 
 
 def model_settings(model: PreTrainedModel, **named: Any) -> PrefillSettings:
     """`settings_for` a model, checked for it; `named` as in `named_settings`."""
-    config = text_config(model)
+    config = shaped_config(model)
     chosen = settings_for(config, named_settings(**named))
     chosen.check_model(config)
     return chosen
@@ -38,8 +56,8 @@ def configure(
 ) -> PrefillSettings:
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
 
-    They apply where the model runs with ``attn_implementation="flexmask"``, except inside a `sparse_prefill` block with its own.
-    Without options the defaults replace what was there.
+    They apply where the model runs with ``attn_implementation="flexmask"``, and in `sparse_prefill` blocks, whose keywords override
+    them one by one. They replace all that was there; without options the defaults do.
 
     Parameters
     ----------
@@ -67,8 +85,8 @@ def configure(
     >>> model.config.flexmask_config
     {'dense_layers': [0], 'gamma': 0.8}
     """
-    config = text_config(unwrapped(model))
-    written = named_settings(method, settings, **options) or PrefillSettings()
+    config = shaped_config(unwrapped(model))
+    written = merged(PrefillSettings(), named_settings(method, settings, **options))
     written.check_model(config)
     setattr(config, CONFIG_KEY, written.to_dict())
     return written

@@ -75,8 +75,8 @@ _LOOKED_UP: dict[int, ref[_Exit]] = {}  # the latest, by thread
 class sparse_prefill(ContextDecorator):
     """Run a model's prefill sparse inside a ``with`` block, and restore the model afterwards, also after an error.
 
-    Calls `register`; the registered names stay. In a model with ``config.text_config`` only the text part is switched. An object
-    can be entered again, also while it is open; each time gives a new run.
+    Calls `register`; the registered names stay. Only the text model is switched, which has ``config.get_text_config()``; encoders of
+    images and sounds are not. An object can be entered again, also while it is open; each time gives a new run.
 
     Blocks on one model may nest or overlap, across threads and asyncio tasks; the model gets its own attention back when the last
     one closes. A call uses the block that its thread or task entered last, else the one entered last of all. The model's config
@@ -95,8 +95,8 @@ class sparse_prefill(ContextDecorator):
     max_calls
         Latest prefill calls per layer to keep; ``run.summary()`` counts earlier ones too. Default 512; None for no limit.
     options
-        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. Without method, settings and options: what
-        `configure` wrote into the model's config before the block is entered, else the defaults.
+        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. They go one by one over those that `register` got, and
+        both over what `configure` had written into the model's config when the block is entered, else over the defaults.
 
     Returns
     -------
@@ -115,7 +115,8 @@ class sparse_prefill(ContextDecorator):
         As `register`.
     TypeError, ValueError
         For a `model` that is not one or cannot change its attention, unknown options, values out of range, layers that the model
-        lacks, and options per head of another number.
+        lacks, options per head of another number, and options that would drop saved ones unnamed: one value over values by layer,
+        another method over options of the old one.
     NotImplementedError
         On entering, for an unsupported model; in the forward, for an unsupported call; in a backward after the block, for
         checkpointed layers, which run again.

@@ -47,8 +47,8 @@ def register(
     Parameters
     ----------
     method, settings, options
-        As in `sparse_prefill`, for every model of the process, until the next call that gives others. They override the models'
-        configs, and a `sparse_prefill` block with its own options overrides them. Default: none.
+        As in `sparse_prefill`, for every model of the process, until the next call that gives others. They go over what
+        `configure` wrote into the models' configs, and under the options of a `sparse_prefill` block. Default: none.
     name
         ``"flex_attention"`` also replaces that implementation, for programs that accept only known names. Default ``"flexmask"``.
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flexmask._torch import is_traced
-from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config
+from flexmask.integrations.huggingface.compat import NAME, check_servable, text_config, text_model
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
 from flexmask.settings import CONFIG_KEY, PrefillSettings, saved_settings
@@ -122,7 +122,8 @@ class Scope:
             self.model.base_model.register_forward_hook(_note_forward, with_kwargs=True)
         for config in self.configs:
             SwitchedConfig.of(config).scopes.append(self)
-        self.model.set_attn_implementation(NAME if text is self.model.config else {"text_config": NAME})
+        part = text_model(self.model)
+        (part or self.model).set_attn_implementation({"": NAME} if part else {"text_config": NAME})
         if text._attn_implementation != NAME:
             raise ValueError(
                 f"model must go through transformers' attention interface; got {type(self.model).__name__}, which does not"

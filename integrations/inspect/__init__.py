@@ -15,7 +15,7 @@ from torch import Tensor
 from flexmask.base.checks import check_int, plain_numbers
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.compat import check_in_one_process, text_config, unwrapped
+from flexmask.integrations.huggingface.compat import check_in_one_process, input_device, text_config, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.inspect.attention_held import HeldAttention
@@ -157,7 +157,7 @@ def inspect_prefill(
     layers, heads = plain_numbers(layers), plain_numbers(heads)
     _check_shown(layers, heads, number)
     check_in_one_process(inner, "inspect_prefill")
-    done = 0
+    done, device = 0, input_device(inner)
 
     def prefill(run: PrefillRun, serve: Callable[[PrefillCall], Tensor]) -> None:
         def probe(call: PrefillCall) -> Tensor:
@@ -169,7 +169,7 @@ def inspect_prefill(
             return out
 
         with opened(inner, run, probe), torch.no_grad():
-            inner.base_model(input_ids=ids.to(inner.device), use_cache=False)
+            inner.base_model(input_ids=ids.to(device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)
     prefill(run, PrefillCall.output)
@@ -182,7 +182,7 @@ def inspect_prefill(
     by_head = {(row["layer"], row["head"]): row for row in rows}
     shown = tuple(ShownHead(*head, why, *compared.maps[head], by_head[head], used.block_size) for head, why in chosen.items())
     held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
-    about = {"model": type(inner).__name__, "tokens": int(ids.shape[1]), "device": device_name(inner.device)}
+    about = {"model": type(inner).__name__, "tokens": int(ids.shape[1]), "device": device_name(device)}
     about |= {"dtype": str(inner.dtype).removeprefix("torch."), "torch": torch.__version__}
     return Inspection(run, shown, held, {**about, "transformers": transformers.__version__})
 

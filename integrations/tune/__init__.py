@@ -13,7 +13,14 @@ from transformers.utils import logging
 
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_share, check_word, plain_numbers
-from flexmask.integrations.huggingface.compat import check_in_one_process, check_servable, text_config, unwrapped
+from flexmask.integrations.huggingface.compat import (
+    check_in_one_process,
+    check_servable,
+    input_device,
+    text_config,
+    unwrapped,
+)
+from flexmask.integrations.huggingface.model_config import shaped_config
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.tune.measured import MeasuredErrors, digest
@@ -105,7 +112,7 @@ def tune(
     if set_by_tune:
         raise TypeError(f"options must be without {set_by_tune[0]}, which tune finds")
     base = PrefillSettings(method, **options)
-    base.check_model(text_config(inner))
+    base.check_model(shaped_config(inner))
     chosen = _checked_gammas(METHODS[method].gammas if gammas is None else gammas)
     prompts = _prompts(input_ids, base.block_size)
     check_servable(inner)
@@ -156,7 +163,7 @@ def _measure(
                     backward_through_loss(scope, prompt)
                 else:
                     with torch.no_grad():
-                        model.base_model(input_ids=prompt[None].to(model.device), use_cache=False)
+                        model.base_model(input_ids=prompt[None].to(input_device(model)), use_cache=False)
             probe.weigh()
             if not measured.by_prompt[number]:
                 why = "; ".join(sorted(set(measured.dense.values()))) or "no layer calls flexmask's attention"

@@ -16,6 +16,7 @@ from flexmask._torch import is_in_backward
 from flexmask.dense_policy import by_head_dim
 from flexmask.flex.dense import dense_attention
 from flexmask.integrations.huggingface.call import PrefillCall
+from flexmask.integrations.huggingface.compat import input_device
 from flexmask.integrations.huggingface.session import Scope, remove_hook
 from flexmask.integrations.tune.head_errors import head_errors
 from flexmask.integrations.tune.measured import MeasuredErrors
@@ -83,7 +84,7 @@ def backward_through_loss(scope: Scope, prompt: Tensor) -> None:
     # callers may be in inference mode, whose tensors have no gradients
     with torch.inference_mode(False), torch.enable_grad():
         _through_activations(scope)
-        prompt = prompt.to(scope.model.device).clone()
+        prompt = prompt.to(input_device(scope.model)).clone()
         scored = scored_tokens(prompt)
         logits = logits_of(scope.model, prompt, scored)
         loss = F.cross_entropy(logits.float(), prompt[scored + 1].to(logits.device), reduction="sum")

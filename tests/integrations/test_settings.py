@@ -8,6 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.huggingface.layer_plan import layer_plan
+from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.settings import PrefillSettings, saved_settings
 from tests.integrations.common import SPARSE, is_untouched
 
@@ -120,16 +122,55 @@ def test_other_files_are_refused(tmp_path, content, message):
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_settings_of_the_process_go_before_those_of_the_config(model):
-    flexmask_hf.configure(model, gamma=0.3)
-    flexmask_hf.register(gamma=0.4, dense_below=0)
+def test_settings_of_the_process_go_over_those_of_the_config_and_under_named_ones(model):
+    flexmask_hf.configure(model, gamma=0.3, dense_layers=[1], block_size=64)
+    options = {"gamma": torch.tensor(0.5), "block_size": 128}
+    flexmask_hf.register(**options)
+    options["gamma"].fill_(0.9)
     flexmask_hf.register()  # leaves them
-    with flexmask_hf.sparse_prefill(model) as run:
-        assert run.settings.options == {"gamma": 0.4}
+    assert settings_for(model.config) == PrefillSettings(gamma=0.5, dense_layers=[1])
     with flexmask_hf.sparse_prefill(model, row_stride=4) as run:
-        assert run.settings.options == {"row_stride": 4}
+        assert run.settings == PrefillSettings(gamma=0.5, dense_layers=[1], row_stride=4)
     with pytest.raises(ValueError, match="gamma must be in"):
         flexmask_hf.register(gamma=4)
+    flexmask_hf.register(settings=PrefillSettings(row_stride=4))  # whole ones
+    assert settings_for(model.config) == PrefillSettings(row_stride=4)
+
+
+def test_keywords_override_what_is_saved_one_by_one(model):
+    """In a block, in an inspection, in a plan: only the named keywords change."""
+    saved = flexmask_hf.configure(model, **SPARSE, dense_layers=[0], layers={1: {"tau": 0.3}})
+    expected = saved.with_fields(gamma=0.5)
+    with flexmask_hf.sparse_prefill(model, gamma=0.5) as run:
+        assert run.settings == expected
+        with flexmask_hf.sparse_prefill(model, min_budget=64) as inner:  # not those of the open block
+            assert inner.settings == saved.with_fields(min_budget=64)
+    assert [each.plan for each in layer_plan(model.config, gamma=0.5)] == ["dense", "sparse"]
+    with flexmask_hf.sparse_prefill(model, settings=PrefillSettings(gamma=0.5)) as run:
+        assert run.settings == PrefillSettings(gamma=0.5)
+    assert flexmask_hf.configure(model, gamma=0.5) == PrefillSettings(gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"gamma": 0.9}, "gamma cannot override gamma of layer 1 in flexmask_config"),
+        (
+            {"method": "hybrid"},
+            "method cannot override 'flexprefill' in .*, whose tau, min_budget, layers it would drop",
+        ),
+        ({"method": "causal", "layers": {}}, "method cannot override .* whose tau, min_budget it would drop"),
+    ],
+)
+def test_nothing_that_is_saved_is_dropped_unnamed(model, named, message):
+    saved = {"tau": 0.12, "min_budget": 0, "layers": {1: {"gamma": [0.5] * 4}}}
+    flexmask_hf.configure(model, "flexprefill", **saved)
+    for use in (flexmask_hf.sparse_prefill, lambda model, **named: layer_plan(model.config, **named)):
+        with pytest.raises(ValueError, match=f"^{message}; name whole settings instead$"):
+            use(model, **named)
+    again = {"layers": {}, "tau": 0.1, "min_budget": 64, "gamma": 0.5}
+    with flexmask_hf.sparse_prefill(model, "flexprefill", **again) as run:
+        assert run.settings == PrefillSettings("flexprefill", **again)
 
 
 def test_settings_print_as_they_are_written():
