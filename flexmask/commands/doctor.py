@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexmask.commands import PROBLEM
-from flexmask.commands.loading import chosen_device, chosen_dtype, load_config
-from flexmask.commands.options import Common, Model, model_named, option_errors, with_common
+from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, tokenizer_problem
+from flexmask.commands.options import Common, Model, model_named, with_common
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
     from flexmask.environment import Problem
     from flexmask.integrations.huggingface.layer_plan import PlannedLayer
-    from flexmask.settings import PrefillSettings
+    from flexmask.settings import Named as NamedSettings
 
 
 @with_common()
@@ -46,7 +46,7 @@ def doctor(
     # of a model over several devices: the first
     where = chosen_device(None if common.device == "auto" else common.device)
     kind = chosen_dtype(common.dtype, where)
-    chosen = common.prefill_settings()
+    chosen = common.prefill_settings(for_model=model is not None)
     config = None if model is None else load_config(model)
     installed = versions()
     known = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]
@@ -63,7 +63,9 @@ def doctor(
         bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
-        plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
+        with common.errors("--model"):
+            plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
+        about["tokenizer"] = tokenizer_problem(model, config)
         document["model"], document["layers"] = about, [layer._asdict() for layer in plan]
         _show_layers(output, about, plan)
         bad = bad or about["refused"] is not None or any(layer.plan == "refused" for layer in plan)
@@ -121,15 +123,16 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
 
 
 def _planned(
-    config: Any, settings: PrefillSettings | None, arguments: dict[str, Any], about: dict[str, Any]
+    config: Any, named: NamedSettings | None, arguments: dict[str, Any], about: dict[str, Any]
 ) -> Sequence[PlannedLayer]:
     """The plan of each layer; `about` gets the reason if the model as a whole is refused or unknown."""
     about["refused"] = about["unknown"] = None
     try:
         from flexmask.integrations.huggingface.layer_plan import layer_plan
+        from flexmask.integrations.huggingface.model_config import settings_for
 
-        with option_errors(otherwise="--model" if settings is None else "--option"):
-            return layer_plan(config, settings=settings, **arguments)
+        settings = settings_for(config.get_text_config(), named)
+        return layer_plan(config, settings=settings, **arguments)
     except (ImportError, NotImplementedError) as error:
         about["refused"] = str(error)
     except RuntimeError as error:
@@ -155,6 +158,8 @@ def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLa
         output.line(f"{model['path']} ({model['type']}) is refused: {model['refused']}")
     if model["unknown"] is not None:
         output.line(f"{model['unknown']}; run a short prompt under flexmask.sparse_prefill(model, dense_below=0) to see")
+    if model["tokenizer"] is not None:
+        output.line(f"warning: {model['tokenizer']}")
     if not plan:
         return
     rows = []

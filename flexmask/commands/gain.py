@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, read_text, token_ids
+from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, load_model, prompt_ids, read_text
 from flexmask.commands.options import Common, Model, Named, model_named, usage_error, with_common
 from flexmask.commands.output import Output
 
@@ -59,17 +59,18 @@ def gain(
 
         measured = of_config(config, chosen, lengths, shares, torch.zeros((), device=where, dtype=dtype), output)
     else:
-        text = read_text(prompt)
+        text = read_text(prompt, output)
         loaded, tokenizer = load_model(name, output, where, common.dtype, "MODEL")
         from flexmask.commands.gain_model import of_prompt
 
-        measured = of_prompt(loaded, tokenizer, token_ids(tokenizer, text, chat=chat), chosen, new_tokens, output)
+        ids = prompt_ids(loaded, tokenizer, text, chat=chat, new_tokens=new_tokens)
+        measured = of_prompt(loaded, tokenizer, ids, chosen, new_tokens, output)
     document = {"model": name, **measured}
     document["gains"] = any(_gaining(row) for row in document["lengths"])
     document["verdict"] = [verdict(row) for row in document["lengths"]]
     _show(output, document)
     if document["gains"]:
-        output.line("", to_use(document["settings"], common.settings, chosen is None))
+        output.line("", to_use(chosen if isinstance(chosen, dict) else document["settings"], common.settings, chosen is None))
     output.result(document)
 
 

@@ -26,7 +26,7 @@ from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.tune.probe import logits_of, scored_tokens
-from flexmask.settings import PrefillSettings
+from flexmask.settings import Named, PrefillSettings
 
 # experts per token, and all experts
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -35,7 +35,7 @@ _AT_ONCE = 256  # log-probabilities at a time in float32
 
 
 def of_config(
-    config: Any, chosen: PrefillSettings | None, lengths: Sequence[int], densities: Sequence[float], zero: Tensor, output: Output
+    config: Any, chosen: Named | None, lengths: Sequence[int], densities: Sequence[float], zero: Tensor, output: Output
 ) -> dict[str, Any]:
     """Expected times of each length over random blocks of each density, on the device and in the dtype of `zero`, 0-d."""
     text, rows = config.get_text_config(), []
@@ -59,11 +59,11 @@ def of_config(
 
 
 def of_prompt(
-    model: PreTrainedModel, tokenizer: Any, ids: Tensor, chosen: PrefillSettings | None, new_tokens: int, output: Output
+    model: PreTrainedModel, tokenizer: Any, ids: Tensor, chosen: Named | None, new_tokens: int, output: Output
 ) -> dict[str, Any]:
     """Density, error and times of one prompt, and with `new_tokens` both answers."""
     settings = _settings_of(model.config, chosen)
-    remark_if_short(output, model, settings, ids.shape[1])
+    remark_if_short(output, settings, ids.shape[1])
     ids = ids.to(model.device)
     with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
         measured = _prompt_gain(model, ids, settings, advance)
@@ -74,9 +74,9 @@ def of_prompt(
     return {**_about(model.config, settings, model.device, model.dtype), "source": "prompt", **measured, "answers": answers}
 
 
-def _settings_of(config: Any, chosen: PrefillSettings | None) -> PrefillSettings:
+def _settings_of(config: Any, chosen: Named | None) -> PrefillSettings:
     """The chosen settings, else those in the config, else the defaults; checked for the model."""
-    with option_errors(otherwise="--option"):
+    with option_errors("--method", "--gamma", "--min-budget", "--dense-below", otherwise="--option"):
         settings = settings_for(config.get_text_config(), chosen)
         settings.check_model(config.get_text_config())
     return settings
@@ -97,7 +97,7 @@ def _about(config: Any, settings: PrefillSettings, device: torch.device, dtype: 
 def weights_per_token(config: Any) -> int:
     """Weights that multiply a token in the layers: matrices without embeddings and head, and its share of experts."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     outer = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
     text = config.get_text_config()
     chosen, experts = (next((n for name in names if (n := getattr(text, name, None))), None) for names in (_CHOSEN, _EXPERTS))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flexmask.commands.loading import load_model, read_text, remark_if_short, token_ids
+from flexmask.commands.loading import load_model, prompt_ids, read_text, remark_if_short
 from flexmask.commands.options import Common, Model, Named, model_named, needs, option_errors, usage_error, with_common
 from flexmask.commands.output import Output
 
@@ -39,17 +39,20 @@ def inspect(
     layer_numbers, head_numbers = _numbers(layers, "--layers"), _numbers(heads, "--heads")
     if head_numbers is not None and layer_numbers is None:
         usage_error("must come with --layers", "--heads")
-    text = read_text(prompt)
+    text = read_text(prompt, output)
     if out.exists() and not out.is_dir():
         usage_error(f"{out} is not a folder", "--out")
     loaded, tokenizer = load_model(name, output, common.device, common.dtype)
-    ids = token_ids(tokenizer, text, tokens)
-    remark_if_short(output, loaded, chosen, ids.shape[1])
+    ids = prompt_ids(loaded, tokenizer, text, tokens)
 
+    from flexmask.integrations.huggingface.model_config import settings_for
     from flexmask.integrations.inspect import inspect_prefill, write_report
 
+    with common.errors("--model"):
+        settings = settings_for(loaded.config.get_text_config(), chosen)
+    remark_if_short(output, settings, ids.shape[1])
     with output.progress(f"two prefills of {ids.shape[1]:,} tokens") as advance, option_errors("--layers", "--heads"):
-        inspection = inspect_prefill(loaded, ids, None, chosen, layers=layer_numbers, heads=head_numbers, progress=advance)
+        inspection = inspect_prefill(loaded, ids, None, settings, layers=layer_numbers, heads=head_numbers, progress=advance)
     with output.progress("drawing"):
         page = write_report(inspection, out, model=name, prompt=tokenizer.decode(ids[0]))
     output.line(str(inspection.summary))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from flexmask.settings import PrefillSettings
 
+_BYTE_ORDER_MARK = "\ufeff"
 _HUB_SECONDS = 10.0
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def load_config(model: str, option: str = "--model") -> Any:
     model, local, auto = _located(model, option)
     try:
-        return auto.AutoConfig.from_pretrained(model, local_files_only=local)
+        return auto.AutoConfig.from_pretrained(model, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # of whatever reads the file
         raise _not_a_model(model, error) from error
 
@@ -36,21 +39,58 @@ def load_model(
     model, local, auto = _located(model, option)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
-    placed = {"device_map": "auto"} if chosen == "auto" else {}
+    # releases before 4.56 have the older name
+    placed: dict[str, Any] = {"torch_dtype" if auto.__version__.startswith(("4.54.", "4.55.")) else "dtype": kind}
+    if chosen == "auto":
+        placed["device_map"] = "auto"
+    # own code would be asked for on stdout; other shapes raise an error that leaves out the names
+    how = {"trust_remote_code": False, "local_files_only": local}
     with output.progress(f"loading {model}"):
+        load_config(model, option)  # first: its errors say more
         try:
-            tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=local)
-            loaded = auto.AutoModelForCausalLM.from_pretrained(model, torch_dtype=kind, local_files_only=local, **placed)
+            tokenizer = auto.AutoTokenizer.from_pretrained(model, **how)
+            loaded, found = auto.AutoModelForCausalLM.from_pretrained(
+                model, ignore_mismatched_sizes=True, output_loading_info=True, **how, **placed
+            )
         except Exception as error:  # of whatever reads the files
             raise _not_a_model(model, error) from error
-        return (loaded if placed else loaded.to(chosen)).eval(), tokenizer
+        _check_weights(model, type(loaded).__name__, found, output)
+        return (loaded if chosen == "auto" else loaded.to(chosen)).eval(), tokenizer
 
 
-def remark_if_short(output: Output, model: PreTrainedModel, settings: PrefillSettings | None, tokens: int) -> None:
+def _check_weights(model: str, kind: str, found: dict[str, Any], output: Output) -> None:
+    """Refuse weights that the files lack or have in other shapes, which would be random; remark on those without a place."""
+    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    # of release 4: a list of keys, or of a key and its two shapes
+    other = sorted(each if isinstance(each, str) else each[0] for each in found["mismatched_keys"])
+    instead = f"it has {_listed(unexpected)}, which {kind} does not use" if unexpected else ""
+    for keys, how in ((missing, "lacks"), (other, "has in another shape")):
+        if keys:
+            of_random = f"it {how} {_listed(keys)} of {kind}, which would be random"
+            raise CommandError("; ".join(filter(None, (f"cannot load {model}: {of_random}", instead))))
+    if instead:
+        output.remark(f"{model}: {instead}")
+
+
+def _listed(keys: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(keys) - most:,} more" if len(keys) > most else ""
+    return f"{', '.join(keys[:most])}{more}"
+
+
+def tokenizer_problem(model: str, config: Any) -> str | None:
+    """A line on a tokenizer with more tokens than the model of a config embeds; None also without a tokenizer at hand."""
+    model, _, auto = _located(model, "--model")
+    try:
+        tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        last, rows = max(tokenizer.get_vocab().values()), int(config.get_text_config().vocab_size)
+    except Exception:  # of whatever reads the files, or a config without a vocabulary
+        return None
+    return None if last < rows else f"the tokenizer has tokens up to {last:,}; the model embeds those below {rows:,}"
+
+
+def remark_if_short(output: Output, settings: PrefillSettings, tokens: int) -> None:
     """Remark, before the wait, that a short prompt runs dense."""
-    from flexmask.integrations.huggingface.model_config import model_settings
-
-    dense_below = (settings or model_settings(model)).call_options.policy.dense_below
+    dense_below = settings.call_options.policy.dense_below
     if tokens < dense_below:
         output.remark(f"{tokens:,} tokens < dense_below {dense_below:,}: the prompt runs dense. --dense-below 0 makes it sparse.")
 
@@ -81,29 +121,59 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def read_text(path: str, option: str = "--prompt") -> str:
-    """The text of a file, or of stdin for ``-``; an empty one is refused."""
-    if path == "-":
-        text = sys.stdin.read()
-    else:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            usage_error(f"cannot read {path}: {reason}", option)
+def read_text(path: str, output: Output, option: str = "--prompt") -> str:
+    """The UTF-8 text of a file, or of stdin for ``-``, with its line ends; an empty one is refused.
+
+    A byte order mark, which would be a token, is left out with a remark.
+    """
+    name = "stdin" if path == "-" else path
+    try:
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        usage_error(f"cannot read {name}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}", option)
+    if text.startswith(_BYTE_ORDER_MARK):
+        text = text.removeprefix(_BYTE_ORDER_MARK)
+        output.remark(f"{name} begins with a byte order mark, which is left out")
     if not text.strip():
-        usage_error(f"{'stdin' if path == '-' else path} is empty", option)
+        usage_error(f"{name} is empty", option)
     return text
 
 
-def token_ids(tokenizer: Any, text: str, most: int | None = None, chat: bool = False) -> Tensor:
-    """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message."""
+def prompt_ids(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    text: str,
+    most: int | None = None,
+    *,
+    chat: bool = False,
+    new_tokens: int = 0,
+    option: str = "--prompt",
+) -> Tensor:
+    """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message.
+
+    Refuses, as errors of `option`, what the model cannot read: one token, tokens that it does not embed, and with `new_tokens`
+    after them more than it has learned positions for.
+    """
+    from flexmask.integrations.huggingface.compat import learned_positions
+
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             usage_error("the model's tokenizer has no chat template", "--chat")
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
     arguments = {} if most is None else {"truncation": True, "max_length": most}
-    return tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
+    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
+    length = ids.shape[1]
+    if length < 2:
+        usage_error(f"must hold at least two tokens; got {length}", option)
+    rows = len(model.get_input_embeddings().weight)
+    if int(ids.max()) >= rows:
+        usage_error(f"the tokenizer made token {int(ids.max()):,} of it; the model embeds tokens below {rows:,}", option)
+    # the last new token is not read
+    longest, read = learned_positions(model), length + max(new_tokens - 1, 0)
+    if longest is not None and read > longest:
+        after = f" and {new_tokens:,} new ones" if new_tokens else ""
+        usage_error(f"{length:,} tokens{after} exceed the {longest:,} positions that the model has learned", option)
+    return ids
 
 
 def _located(model: str, option: str) -> tuple[str, bool, Any]:
@@ -127,7 +197,9 @@ def _located(model: str, option: str) -> tuple[str, bool, Any]:
         raise needs("transformers", "hf") from error
     # no second progress bar
     transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_default_handler()
+    transformers.utils.logging.add_handler(_REMARKS)
+    _REMARKS.begin()
     return model, is_local, transformers
 
 
@@ -142,7 +214,33 @@ def _check_on_hub(model: str) -> None:
         raise _not_a_model(model, error) from error
 
 
+class _Remarks(logging.Handler):
+    """Transformers' warnings on stderr, each once and in one line; its report on weights is told by `_check_weights`."""
+
+    def begin(self) -> None:
+        self.seen: set[str] = set()
+        self.report = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from flexmask.environment import one_line
+
+        text = one_line(record.getMessage())
+        if "LOAD REPORT" in text:
+            self.report = text
+        elif text not in self.seen:
+            self.seen.add(text)
+            print(f"transformers: {text}", file=sys.stderr)
+
+
+_REMARKS = _Remarks(logging.WARNING)
+
+
 def _not_a_model(model: str, error: Exception) -> CommandError:
-    lines = str(error).strip().splitlines()
-    why = lines[0] if lines else type(error).__name__
+    from flexmask.environment import one_line
+
+    why = one_line(error)
+    if "trust_remote_code" in why:
+        why = "it needs code of its own (auto_map), which this program does not run"
+    if "above report" in why:
+        why = f"{why} {_REMARKS.report}"
     return CommandError(f"cannot load {model}: {'' if Path(model).is_dir() else 'no folder here, and on the hub: '}{why}")

@@ -15,7 +15,7 @@ import typer
 from flexmask.commands import MISSING, PROBLEM
 
 if TYPE_CHECKING:
-    from flexmask.settings import PrefillSettings
+    from flexmask.settings import Named as NamedSettings
 
 _MODEL = "Folder of a transformers model, or its name on the hub."
 Named = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
@@ -105,29 +105,36 @@ class Common(NamedTuple):
             by_name[name] = _parsed(value)
         return by_name
 
-    def prefill_settings(self) -> PrefillSettings | None:
-        """The settings of the file and the options that override it; None if neither was given: the model's own hold."""
+    def prefill_settings(self, for_model: bool = True) -> NamedSettings | None:
+        """What names settings: those of the file, with the options over them, or the options alone; None for the model's own.
+
+        Options alone are checked as far as that goes without the settings that the model has saved (`for_model`).
+        """
         chosen = self.given()
         if self.settings is None and not chosen:
             return None
-        from flexmask.settings import PrefillSettings
+        from flexmask.selector import UnknownOption
+        from flexmask.settings import PrefillSettings, keywords_of, merged
 
-        saved: dict[str, Any] = {}
+        saved = PrefillSettings()
         if self.settings is not None:
             with option_errors(otherwise="--settings"):
-                saved = PrefillSettings.load(self.settings).to_dict()
-            for layer, of_layer in saved.get("layers", {}).items():
-                again = next((name for name in chosen if name in of_layer), None)
-                if again is not None:
-                    usage_error(f"{self.settings} sets {again} of layer {layer}, which one {again} cannot override", f"--{again}")
-        # a flag that was not given is not to blame
-        flags = (f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(self, name) is not None)
-        with option_errors(*flags, otherwise="--option" if self.option else "--settings"):
+                saved = PrefillSettings.load(self.settings)
+        with self.errors():
+            keywords = keywords_of(chosen)
             try:
-                return PrefillSettings.from_dict({**saved, **chosen})
-            except ValueError as error:
-                # without the message's source: the option replaces it
-                raise error.__cause__ or error from None
+                whole = merged(saved, keywords, str(self.settings))
+            except UnknownOption:
+                # the model may have saved another method
+                if self.settings is None and for_model and "method" not in keywords:
+                    return keywords
+                raise
+        return keywords if self.settings is None else whole
+
+    def errors(self, otherwise: str = "--settings") -> contextlib.AbstractContextManager[None]:
+        """`option_errors` of settings; a flag that was not given is not to blame."""
+        flags = (f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(self, name) is not None)
+        return option_errors(*flags, otherwise="--option" if self.option else otherwise)
 
 
 def with_common(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

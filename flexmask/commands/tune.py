@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flexmask.commands.loading import load_model, read_text, token_ids
+from flexmask.commands.loading import load_model, prompt_ids, read_text
 from flexmask.commands.options import Common, Model, Named, model_named, option_errors, usage_error, with_common
 from flexmask.commands.output import Output
 
@@ -47,11 +47,11 @@ def tune(
     if out.is_dir() or not out.parent.is_dir():
         usage_error(f"{out} is a folder" if out.is_dir() else f"no folder {out.parent}", "--out")
     options = common.given()
-    texts = [read_text(path, "--text") for path in text]
+    texts = [read_text(path, output, "--text") for path in text]
     loaded, tokenizer = load_model(name, output, common.device, common.dtype)
     from flexmask.integrations import huggingface
 
-    prompts = [token_ids(tokenizer, content, tokens) for content in texts]
+    prompts = [prompt_ids(loaded, tokenizer, content, tokens, option="--text") for content in texts]
     measured = out.with_name(out.name + ".measured")
     if out.is_file() and out.name == "config.json":
         usage_error("config.json is a model's; name another file", "--out")

@@ -13,7 +13,7 @@ import flexmask.commands.gain as command
 from flexmask import sparse_prefill
 from flexmask.commands.gain_model import weights_per_token
 from flexmask.commands.gain_times import Times, random_times
-from flexmask.commands.loading import token_ids
+from flexmask.commands.loading import prompt_ids
 from flexmask.commands.output import Output
 from flexmask.settings import PrefillSettings
 
@@ -54,7 +54,7 @@ def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
     check_times(row)
     # those of a run of its own
     model = AutoModelForCausalLM.from_pretrained(folder)
-    ids = token_ids(AutoTokenizer.from_pretrained(folder), prompt.read_text())
+    ids = prompt_ids(model, AutoTokenizer.from_pretrained(folder), prompt.read_text())
 
     def log_probs():
         with torch.no_grad():

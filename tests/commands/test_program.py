@@ -72,7 +72,11 @@ REFUSED = [
     ("doctor --method causal --gamma 0.1", "'--gamma': method 'causal' takes the options of every mask only"),
     ("doctor --settings nowhere.json", "'--settings': cannot read nowhere.json: No such file"),
     *((f"doctor --settings {{{name}}}", f"'--settings': {{{name}}}: ") for name in ("blank", "list", "number")),
-    ("doctor --settings {heads} --gamma .9", "'--gamma': {heads} sets gamma of layer 3, which one gamma cannot override"),
+    ("doctor --settings {heads} --gamma .9", "'--gamma': gamma cannot override gamma of layer 3 in {heads}"),
+    (
+        "doctor --settings {drawn} --method causal",
+        "'--method': method cannot override 'hybrid' in {drawn}, whose gamma",
+    ),
     ("gain", "'MODEL': give a model: its folder, or its name on the hub"),
     ("gain x --model x", "'--model': give the model once"),
     ("gain --model x --prompt x --gama 1", "--gama"),
@@ -87,6 +91,9 @@ REFUSED = [
     ("gain {folder} --prompt {empty}/none.txt", "none.txt: No such file"),
     ("gain {folder} --prompt {blank}", "'--prompt': {blank} is empty"),
     ("gain {folder} --prompt {binary}", "not UTF-8 text"),
+    ("gain {folder} --prompt {one}", "'--prompt': must hold at least two tokens; got 1"),
+    (f"{TUNE} --density .5 --text {{one}}", "'--text': must hold at least two tokens; got 1"),
+    ("inspect --model {folder} --prompt {one} --out {out}", "'--prompt': must hold at least two tokens; got 1"),
     ("gain {folder} --prompt {prompt} --chat", "'--chat': the model's tokenizer has no chat template"),
     (TUNE, "give one of --density and --error"),
     (f"{TUNE} --density 1.5", "'--density': density must be"),
@@ -108,6 +115,8 @@ REFUSED = [
 def places(tmp_path, request):
     """Paths by name; a model and a prompt where transformers is installed."""
     contents = {"blank": b" \n", "binary": b"\xff\xfe\x00", "list": b"[]", "number": b'{"gamma": 3}'}
+    contents["drawn"] = b'{"gamma": 0.5}'
+    contents["one"] = b"w1"
     contents["heads"] = b'{"layers": {"3": {"gamma": [0.5, 0.9]}}}'
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)

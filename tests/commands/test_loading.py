@@ -1,0 +1,221 @@
+"""What commands read: weights that fit or not, texts byte by byte, prompts that a model can read, transformers' own words."""
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging as transformers_logging
+
+from flexmask import commands
+from flexmask.commands import loading
+from flexmask.commands.loading import load_model, prompt_ids, read_text
+from flexmask.commands.output import Output
+
+GAIN = ("gain", "--device", "cpu")
+Q_PROJ, HEAD = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """The model's folder, to change; the function changes its weights."""
+    path = tmp_path / "copy"
+    shutil.copytree(folder, path)
+
+    def changed(change):
+        weights = load_file(path / "model.safetensors")
+        save_file(change(weights), path / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+    return changed
+
+
+def renamed(name):
+    return lambda weights: {name.format(key): value for key, value in weights.items()}
+
+
+def without(name):
+    return lambda weights: {key: value for key, value in weights.items() if key != name}
+
+
+def cut(weights):
+    return {**weights, Q_PROJ: weights[Q_PROJ][:8].clone()}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (renamed("module.{}"), rf"lacks {HEAD}, .* more of LlamaForCausalLM, .*; it has module\.{HEAD}, .* more, which .*"),
+        (renamed("base_model.{}.lora_A"), f"lacks {HEAD}, .*; it has base_model.*"),
+        (without(Q_PROJ), f"lacks {Q_PROJ} of LlamaForCausalLM, which would be random"),
+        (without(HEAD), f"lacks {HEAD} of LlamaForCausalLM, which would be random"),
+        (cut, f"has in another shape {Q_PROJ} of LlamaForCausalLM, which would be random"),
+    ],
+    ids=["ddp", "adapter", "q_proj", "lm_head", "shape"],
+)
+def test_weights_that_would_be_random_are_named(flexmask, copy, prompt, change, said):
+    path = copy(change)
+    result = flexmask(*GAIN, path, "--prompt", prompt, code=commands.PROBLEM)
+    assert result.stdout == ""
+    assert re.fullmatch(f"loading .*\nflexmask: cannot load {path}: it {said}\n", result.stderr)
+
+
+def test_weights_without_a_place_are_a_remark(copy, capsys):
+    path = copy(lambda weights: {**weights, "extra.weight": torch.zeros(2)})
+    load_model(str(path), Output(), "cpu")
+    assert f"{path}: it has extra.weight, which LlamaForCausalLM does not use\n" in capsys.readouterr().err
+
+
+def test_a_whole_model_loads_without_a_word(folder, capsys):
+    load_model(str(folder), Output(), "cpu")
+    assert capsys.readouterr().err == f"loading {folder}\n"
+
+
+def test_what_transformers_warns_of_is_told_once_in_one_line(folder, capsys):
+    load_model(str(folder), Output(), "cpu")
+    for _ in range(2):
+        transformers_logging.get_logger("transformers.tokens").warning("\x1b[1mlonger\x1b[0m\n than   allowed")
+    assert capsys.readouterr().err.endswith("\ntransformers: longer than allowed\n")
+
+
+class Words:
+    """A tokenizer whose tokens are a text's characters."""
+
+    chat_template = None
+
+    def __call__(self, text, max_length=None, **keywords):
+        return {"input_ids": torch.tensor([[ord(x) for x in text[:max_length]]])}
+
+
+@pytest.mark.parametrize("by", ["path", "stdin"])
+@pytest.mark.parametrize(
+    ("data", "text", "remark"),
+    [
+        (b"one\r\ntwo\rthree\n", "one\r\ntwo\rthree\n", ""),
+        ("\ufeffé\u2028".encode(), "é\u2028", "begins with a byte order mark, which is left out\n"),
+        ("a\ufeffb".encode(), "a\ufeffb", ""),
+    ],
+)
+def test_texts_are_read_as_they_are(tmp_path, capsys, monkeypatch, by, data, text, remark):
+    path = tmp_path / "text"
+    path.write_bytes(data)
+    if by == "stdin":
+        # an encoding of its own, and line ends in any form
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="latin-1"))
+    assert read_text(str(path) if by == "path" else "-", Output()) == text
+    name = path if by == "path" else "stdin"
+    assert capsys.readouterr().err == (f"{name} {remark}" if remark else "")
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfew\x001\x00", b"w1 \xe9"])
+def test_standard_input_that_is_not_utf8_is_wrong_usage(flexmask, folder, data, tmp_path):
+    result = flexmask("inspect", folder, "--prompt", "-", "--out", tmp_path / "out", input=data, code=2)
+    assert "'--prompt': cannot read stdin: not UTF-8 text" in " ".join(result.stderr.split())
+
+
+@pytest.fixture
+def gpt2(folder, tmp_path):
+    """A folder of a model with 128 learned positions."""
+    path = tmp_path / "gpt2"
+    shutil.copytree(folder, path)
+    (path / "model.safetensors").unlink()
+    config = GPT2Config(vocab_size=96, n_positions=128, n_embd=32, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None)
+    GPT2LMHeadModel(config).save_pretrained(path)
+    return path
+
+
+def test_a_prompt_beyond_learned_positions_is_refused(flexmask, gpt2, prompt, tmp_path):
+    said = "530 tokens exceed the 128 positions that the model has learned"
+    for words in ("gain", f"inspect --out {tmp_path / 'out'}"):
+        result = flexmask(*words.split(), gpt2, "--prompt", prompt, "--device", "cpu", code=2)
+        assert f"'--prompt': {said}" in " ".join(result.stderr.split())
+    result = flexmask("tune", gpt2, "-t", prompt, "-o", tmp_path / "o.json", "--density", ".9", "--device", "cpu", code=2)
+    assert f"'--text': {said}" in " ".join(result.stderr.split())
+    result = flexmask("doctor", gpt2, "--skip-self-test", "--device", "cpu", code=commands.PROBLEM)
+    assert "32,768 tokens exceed the 128 positions that the model has learned" in result.stdout
+    assert "A problem was found." in result.stdout
+    assert flexmask("doctor", gpt2, "--skip-self-test", "--tokens", 128, "--device", "cpu", "--json").json["ok"]
+
+
+def test_new_tokens_need_positions_too(gpt2, capsys):
+    model, _ = load_model(str(gpt2), Output(), "cpu")
+    text = "\x01" * 120
+    assert prompt_ids(model, Words(), text, new_tokens=9).shape == (1, 120)
+    with pytest.raises(Exception, match="120 tokens and 10 new ones exceed the 128 positions"):
+        prompt_ids(model, Words(), text, new_tokens=10)
+
+
+def test_a_tokenizer_larger_than_the_model_is_told(flexmask, folder, tmp_path, capsys):
+    path = tmp_path / "small"
+    shutil.copytree(folder, path)
+    words = json.loads((path / "tokenizer.json").read_text())
+    words["model"]["vocab"]["w96"] = 96
+    (path / "tokenizer.json").write_text(json.dumps(words))
+    prompt = tmp_path / "prompt"
+    prompt.write_text("w1 w95 w96")
+    said = flexmask(*GAIN, path, "--prompt", prompt, code=2).stderr
+    assert "'--prompt': the tokenizer made token 96 of it; the model embeds tokens below 96" in " ".join(said.split())
+    found = flexmask("doctor", path, "--skip-self-test", "--device", "cpu")
+    assert "warning: the tokenizer has tokens up to 96; the model embeds those below 96" in found.stdout
+    assert flexmask("doctor", folder, "--skip-self-test", "--device", "cpu", "--json").json["model"]["tokenizer"] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gemma12", "does not recognize this architecture.* with the command `pip install git"),
+        ("t5", r"AutoModelForCausalLM. Model type should be one of \w+Config, .* \(--traceback shows all\)$"),
+    ],
+)
+def test_errors_of_many_lines_are_told_whole(flexmask, folder, tmp_path, prompt, kind, said):
+    path = tmp_path / "other"
+    shutil.copytree(folder, path)
+    (path / "config.json").write_text(json.dumps({"model_type": kind}))
+    result = flexmask(*GAIN, path, "--prompt", prompt, code=commands.PROBLEM)
+    last = result.stderr.splitlines()[-1]
+    assert re.search(said, last)
+    assert len(last) < 1200
+
+
+@pytest.mark.parametrize("words", ["doctor", "gain", "gain --prompt {prompt}", "inspect --prompt {prompt} --out x"])
+def test_a_model_with_code_of_its_own_is_refused_without_a_question(flexmask, tmp_path, prompt, words, monkeypatch):
+    path = tmp_path / "own"
+    path.mkdir()
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    (path / "own.py").write_text("raise SystemExit('ran')")
+    monkeypatch.chdir(tmp_path)
+    words = (*words.format(prompt=prompt).split(), path, "--device", "cpu", "--json")
+    result = flexmask(*words, code=commands.PROBLEM, input="y\n")
+    assert result.stdout == ""
+    assert result.stderr.endswith(f"cannot load {path}: it needs code of its own (auto_map), which this program does not run\n")
+
+
+def test_a_report_that_an_error_points_to_is_told(folder, monkeypatch):
+    loading._REMARKS.begin()
+    loading._REMARKS.emit(SimpleNamespace(getMessage=lambda: "Llama LOAD REPORT\nCONVERSION lm_head"))
+    error = loading._not_a_model(str(folder), RuntimeError("issues.\nFor details look at the above report!"))
+    assert str(error).endswith(": issues. For details look at the above report! Llama LOAD REPORT CONVERSION lm_head")
+
+
+def test_options_go_over_those_saved_in_the_model(flexmask, folder, tmp_path):
+    path = tmp_path / "saved"
+    path.mkdir()
+    saved = {"method": "flexprefill", "tau": 0.2, "dense_layers": [0], "dense_below": 0}
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"flexmask_config": saved}))
+    words = ("doctor", path, "--skip-self-test", "--device", "cpu", "--tokens", "512", "--json")
+    assert [each["plan"] for each in flexmask(*words, "--gamma", ".5").json["layers"]] == ["dense", "sparse"]
+    # an option of the saved method
+    assert flexmask(*words, "--option", "tau=0.1").json["ok"]
+    said = " ".join(flexmask(*words, "--method", "hybrid", code=2).stderr.split())
+    assert "'--method': method cannot override 'flexprefill' in flexmask_config, whose tau" in said
