@@ -165,7 +165,8 @@ def prompt_ids(
     length = ids.shape[1]
     if length < 2:
         usage_error(f"must hold at least two tokens; got {length}", option)
-    rows = len(model.get_input_embeddings().weight)
+    embeddings: Any = model.get_input_embeddings()
+    rows = len(embeddings.weight)
     if int(ids.max()) >= rows:
         usage_error(f"the tokenizer made token {int(ids.max()):,} of it; the model embeds tokens below {rows:,}", option)
     # the last new token is not read
