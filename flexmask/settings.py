@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,7 @@ class PrefillSettings:
             if not isinstance(keywords.get("method", ""), str):
                 raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
             if isinstance(keywords.get("layers"), dict):
-                keywords["layers"] = {_index(str(key)): options for key, options in keywords["layers"].items()}
+                keywords["layers"] = _by_layer(keywords["layers"])
             return cls(**keywords)
         except (TypeError, ValueError) as error:
             cause = error.with_names(*other_names) if isinstance(error, UnknownOption) else error
@@ -192,8 +192,8 @@ class PrefillSettings:
     def parse(cls, text: str | bytes, source: str = "settings") -> PrefillSettings:
         """The settings in the text of such a file."""
         try:
-            saved = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
-        except (ValueError, RecursionError) as error:
+            saved = json_data(text)
+        except ValueError as error:
             raise ValueError(f"{source}: must be a JSON object in UTF-8; {error}") from error
         if isinstance(saved, dict) and CONFIG_KEY in saved:
             return cls.from_dict(saved[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
@@ -202,6 +202,24 @@ class PrefillSettings:
 
 _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).parameters.items() if x.kind is not x.VAR_KEYWORD}
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
+
+
+def json_data(text: str | bytes) -> Any:
+    """The data of a JSON text, in UTF-8; ValueError for other texts, and for a key that an object has twice."""
+    try:
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=each_once)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def each_once(pairs: Iterable[tuple[Any, Any]], rule: str = "an object must have each key once") -> dict[Any, Any]:
+    """A dict of these pairs; ValueError for a key that comes twice, of which a dict would keep the last."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{rule}; got {key!r} twice")
+        found[key] = value
+    return found
 
 
 def layers_and_heads(config: Any) -> tuple[int | None, int | tuple[int, ...] | None]:
@@ -240,6 +258,10 @@ def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None =
             _check_data(value, levels - 1, left)
     elif saved is not None and not isinstance(saved, (str, int, float)):
         raise TypeError(f"must be plain data, as JSON has it; got {type(saved).__name__}")
+
+
+def _by_layer(layers: Mapping[Any, Any]) -> dict[int, Any]:
+    return each_once(((_index(str(key)), options) for key, options in layers.items()), "layers must have each layer once")
 
 
 def _index(key: str) -> int:

@@ -149,3 +149,26 @@ def test_a_method_without_gamma_takes_none():
     with pytest.raises(ValueError, match="flexmask_gamma needs a method with gamma; this server runs 'causal'"):
         request_options({"flexmask_gamma": 0.5}, lambda: PrefillSettings("causal"))
     assert request_options({"flexmask_dense": True}, lambda: PrefillSettings("causal")) == RequestOptions(dense=True)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ['{"gamma": 0.9, "gamma": 0.8}', '{"layers": {"1": {"gamma": 0.9}, "1": {}}}', '{"kernel": "fa3", "kernel": "fa3"}'],
+)
+def test_a_name_twice_in_the_variable_or_its_file_is_refused(given, of_variable, tmp_path):
+    path = tmp_path / "options.json"
+    path.write_text(given, encoding="utf-8")
+    for text in (given, str(path)):
+        with pytest.raises(ValueError, match=r"^FLEXMASK_SGLANG must be a JSON object .*: .* twice"):
+            of_variable(text)
+    path.write_bytes(given.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"^FLEXMASK_SGLANG must be a JSON object"):
+        of_variable(str(path))
+    with pytest.raises(ValueError, match=r"^FLEXMASK_SGLANG must be a JSON object"):
+        of_variable("[" * 10**5)
+
+
+def test_a_layer_named_twice_is_refused(of):
+    for layers in ({"1": {"gamma": 0.9}, "01": {"gamma": 0.8}}, {"1": {}, "01": {}}):
+        with pytest.raises(ValueError, match="layers must have each layer once; got 1 twice"):
+            of(layers=layers)
