@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -185,8 +185,8 @@ class PrefillSettings:
     def parse(cls, text: str | bytes, source: str = "settings") -> PrefillSettings:
         """The settings in the text of such a file."""
         try:
-            saved = json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
-        except (ValueError, RecursionError) as error:
+            saved = json_data(text)
+        except ValueError as error:
             raise ValueError(f"{source}: must be a JSON object in UTF-8; {error}") from error
         if isinstance(saved, dict) and CONFIG_KEY in saved:
             return cls.from_dict(saved[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
@@ -220,6 +220,24 @@ def heads_by_layer(config: Any) -> tuple[int | None, ...] | None:
     heads = [each[layer] if isinstance(each, (list, tuple)) else each for layer, each in enumerate(heads)]
     noted = _HEADS.get(id(config), {})
     return tuple(noted.get(layer, heads[layer]) for layer in range(number))
+
+
+def json_data(text: str | bytes) -> Any:
+    """The data of a JSON text, in UTF-8; ValueError for other texts, and for a key that an object has twice."""
+    try:
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=each_once)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def each_once(pairs: Iterable[tuple[Any, Any]], rule: str = "an object must have each key once") -> dict[Any, Any]:
+    """A dict of these pairs; ValueError for a key that comes twice, of which a dict would keep the last."""
+    found: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{rule}; got {key!r} twice")
+        found[key] = value
+    return found
 
 
 def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,8 +281,12 @@ def keywords_of(saved: Any) -> dict[str, Any]:
     if not isinstance(keywords.get("method", ""), str):
         raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
     if isinstance(keywords.get("layers"), dict):
-        keywords["layers"] = {_index(str(key)): options for key, options in keywords["layers"].items()}
+        keywords["layers"] = _by_layer(keywords["layers"])
     return keywords
+
+
+def _by_layer(layers: Mapping[Any, Any]) -> dict[int, Any]:
+    return each_once(((_index(str(key)), options) for key, options in layers.items()), "layers must have each layer once")
 
 
 def _index(key: str) -> int:

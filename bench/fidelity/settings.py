@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.selector import METHODS, Selector, selector_of
+from flexmask.settings import json_data
 
 Options = dict[str, Any]
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), help=f"some of {','.join(ALL)}; none: {','.join(FEW)}")
     parser.add_argument("--curves", action="store_true", help="all settings of each method instead of a few")
     parser.add_argument(
-        "--options", type=json.loads, help='those of one method instead, as JSON like \'{"gamma": 0.97, "block_size": 64}\''
+        "--options", type=json_data, help='those of one method instead, as JSON like \'{"gamma": 0.97, "block_size": 64}\''
     )
 
 

@@ -26,6 +26,7 @@ from bench.prompts.models import SHAPES, shape_config
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers its method
 from bench.speed.clock import device_name
+from flexmask.settings import json_data
 
 # vLLM reads them when it is imported
 ENVIRONMENT = {
@@ -49,7 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stock", action="store_true", help="vLLM's FLASH_ATTN, without the plug-in")
-    how.add_argument("--settings", type=json.loads, default={}, help='JSON like \'{"method": "random_blocks", "density": 0.2}\'')
+    how.add_argument("--settings", type=json_data, default={}, help='JSON like \'{"method": "random_blocks", "density": 0.2}\'')
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768, 65536, 131072])
     parser.add_argument("--texts", type=Path, help="with --model: prompts are the beginnings of these texts")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of a length, each with a row (1)")

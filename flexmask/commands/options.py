@@ -102,7 +102,8 @@ class Common(NamedTuple):
                 usage_error(f"must be NAME=VALUE; got {pair!r}", "--option")
             if name in by_name:
                 usage_error(f"{name} is given twice", "--option")
-            by_name[name] = _parsed(value)
+            with option_errors(otherwise="--option"):
+                by_name[name] = _parsed(value)
         return by_name
 
     def prefill_settings(self, for_model: bool = True) -> NamedSettings | None:
@@ -171,9 +172,10 @@ def model_named(named: str | None, model: str | None) -> str:
 
 def _parsed(value: str) -> Any:
     """JSON, a number that JSON would write otherwise, or a word."""
-    for parse in (json.loads, float):
-        try:
-            return parse(value)
-        except ValueError:
-            pass
+    from flexmask.settings import json_data
+
+    with contextlib.suppress(json.JSONDecodeError):
+        return json_data(value)
+    with contextlib.suppress(ValueError):
+        return float(value)
     return value

@@ -32,6 +32,17 @@ class LayerShape:
     window: int | None = None
     has_sinks: bool = False
 
+    def inputs_of(self, rows: int, tokens: int, device: torch.device) -> AttentionInputs:
+        """Inputs of this shape that take no memory."""
+        one = torch.empty(1, dtype=torch.bfloat16, device=device)
+        query = one.expand(1, self.num_heads, rows, self.head_dim)
+        key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
+        return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
+
+    def keeps_all(self, selector: Selector) -> list[bool]:
+        """By head: a selector has nothing to drop. Raises TypeError or ValueError for one that cannot serve chunks."""
+        return selector.for_inputs(self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
@@ -55,13 +66,6 @@ class SparseLayer(LayerShape):
             return self
         return replace(self, selector=replace(self.selector, options={**self.selector.options, "gamma": gamma}))
 
-    def inputs_of(self, rows: int, tokens: int, device: torch.device) -> AttentionInputs:
-        """Inputs of this layer's shape that take no memory."""
-        one = torch.empty(1, dtype=torch.bfloat16, device=device)
-        query = one.expand(1, self.num_heads, rows, self.head_dim)
-        key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
-        return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
-
 
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
     """The role of layer `number` on a rank, whose query heads are an equal share of all, in order.
@@ -82,8 +86,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
         call_options=call_options._replace(policy=always),
         dense_below=call_options.policy.dense_below,
     )
-    keeps_all = layer.selector.for_inputs(layer.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all
-    return call_options.policy.by_selection(keeps_all) or layer
+    return call_options.policy.by_selection(layer.keeps_all(layer.selector)) or layer
 
 
 def attend(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from flexmask.base.checks import check_int, check_real, check_word
 from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.layers import LayerShape
 from flexmask.settings import PrefillSettings, effective_settings
 
 _FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
@@ -16,6 +17,7 @@ _PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
 # what an engine's front end has read of them, among the parameters that it hands on; a request that sends this name is refused
 _READ = "flexmask_read"
+_KEY = "flexmask "  # begins our keys for cached prefixes
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class ServingOptions:
     count_density: bool = True  # of sparse calls, summed on the device, for the log
     log_every: float = 60.0  # seconds at least between logs of the counters, which wait for the device, in steps that prefill
     source: str = "defaults"  # of the settings, for the log
+    num_layers: int | None = None  # of the model, if its config tells
 
     @property
     def policy(self) -> DensePolicy:
@@ -74,23 +77,19 @@ def read_options(
     text = getattr(model_config, "get_text_config", lambda: model_config)()
     settings, origin = effective_settings(named, model_config, text)
     sources = {"named": path or source, "config": "the model's config.json"}
-    return ServingOptions(settings=settings, source=sources.get(origin, origin), **fields)
+    num_layers = getattr(text, "num_hidden_layers", None)
+    return ServingOptions(settings=settings, source=sources.get(origin, origin), num_layers=num_layers, **fields)
 
 
 class RequestOptions(NamedTuple):
     """Options of one request; without any, None stands for it."""
 
-    gamma: float | None = None  # of every head and layer; None: the server's
+    gamma: float | None = None  # of every head of the sparse layers; None: the server's
     dense: bool = False
 
-    @property
-    def salt(self) -> str:
-        """Of the engine's keys for cached prefixes: keys and values depend on these options."""
-        return "flexmask dense" if self.dense else f"flexmask gamma {self.gamma!r}"
-
-    def noted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def noted(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """A request's parameters with these options as `noted_options` reads them."""
-        return {**given, _READ: list(self)}
+        return {**(given or {}), _READ: list(self)}
 
 
 def noted_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
@@ -99,23 +98,37 @@ def noted_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
     return None if read is None else RequestOptions(*read)
 
 
-def request_options(given: Any, settings: Callable[[], PrefillSettings]) -> RequestOptions | None:
+def prefix_key(of_client: str | None, requested: RequestOptions | None) -> str | None:
+    """An engine's key for the cached prefixes of a request: keys and values depend on its options.
+
+    Each pair of options and the key that the client chose, any text or none, has its own; without options it is the client's,
+    unless that begins as ours do.
+    """
+    if requested is None:
+        return f"{_KEY}none: {of_client}" if str(of_client).startswith(_KEY) else of_client
+    options = "dense" if requested.dense else f"gamma {requested.gamma!r}"
+    return f"{_KEY}{options}: {of_client or ''}"
+
+
+def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int = 1) -> RequestOptions | None:
     """A request's options, None if they are the server's; ValueError, its answer, for unknown names and wrong values.
 
-    `settings` reads the server's, which a gamma needs.
+    A gamma needs the server's options, which `server` reads, and that they keep no layer stock on any of the tensor-parallel
+    `ranks`. A null is as if left out.
     """
     given = given if isinstance(given, Mapping) else {}
-    unknown = sorted(name for name in given if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
+    unknown = sorted(name for name in map(str, given) if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
     if unknown:
         raise ValueError(f"a request takes {GAMMA} and {DENSE}; got {unknown[0]!r}")
-    gamma, dense = given.get(GAMMA), given.get(DENSE, False)
-    if dense not in (False, True):  # JSON of some engines has no booleans: 0 and 1
+    gamma, dense = given.get(GAMMA), given.get(DENSE)
+    if dense not in (None, False, True):  # JSON of some engines has no booleans: 0 and 1
         raise ValueError(f"{DENSE} must be true or false; got {dense!r}")
     if gamma is None:
         return RequestOptions(dense=True) if dense else None
     if dense:
         raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
-    selector = settings().selector()
+    options = server()
+    selector = options.settings.selector()
     if "gamma" not in selector.method.shares:
         raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.method.name!r}")
     if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
@@ -124,4 +137,25 @@ def request_options(given: Any, settings: Callable[[], PrefillSettings]) -> Requ
         selector.method.checked(selector.block_size, {**selector.options, "gamma": gamma})
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
+    layer = _stock_layer(options, ranks)
+    if layer is not None:
+        why = "every head keeps every block"
+        raise ValueError(f"{GAMMA} must be left out: by this server's settings layer {layer} runs stock ({why})")
     return RequestOptions(gamma=float(gamma))
+
+
+def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
+    """A layer that its options keep stock on some rank, if there is one; those in dense_layers are not meant."""
+    settings, policy = options.settings, options.policy
+    special = {*settings.layers, *settings.dense_layers}
+    # one for all layers without options of their own
+    plain = next(number for number in range(len(special) + 1) if number not in special)
+    numbers = [plain] if options.num_layers is None or plain < options.num_layers else []
+    for number in (*numbers, *sorted({*settings.layers}.difference(settings.dense_layers))):
+        selector = settings.selector(number)
+        heads = selector.num_heads or ranks
+        kept = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0).keeps_all(selector)
+        of_ranks = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
+        if any(map(policy.by_selection, of_ranks)):
+            return number
+    return None

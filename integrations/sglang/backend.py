@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
-from flexmask.integrations.serving.options import request_options
+from flexmask.integrations.serving.options import prefix_key, request_options
 from flexmask.integrations.serving.versions import check_release
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
 from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options, stock_kernel
@@ -46,14 +46,17 @@ def read_requests() -> None:
 
 def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Called after a request is made; ValueError is its answer."""
-    params = tokenized.sampling_params
-    given = getattr(params, "custom_params", None) or {}
-    if not given or backends_of(resolved(manager.server_args))[0] != NAME:
+    params, key = tokenized.sampling_params, getattr(tokenized, "extra_key", None)
+    given, server = getattr(params, "custom_params", None), resolved(manager.server_args)
+    if not (given or key) or backends_of(server)[0] != NAME:
         return
-    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config).settings)
+    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config), server.tp_size)
     if requested is not None:
+        if not hasattr(tokenized, "extra_key"):
+            raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")
         params.custom_params = requested.noted(given)
-        tokenized.extra_key = f"{tokenized.extra_key or ''}{requested.salt}"
+    if hasattr(tokenized, "extra_key"):
+        tokenized.extra_key = prefix_key(key, requested)
 
 
 def make_backend(runner: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from flexmask.integrations.serving.options import ServingOptions, read_options
+from flexmask.settings import json_data
 
 NAME = "flexmask"  # the backend's name in SGLang's arguments
 VARIABLE = "FLEXMASK_SGLANG"
@@ -53,8 +53,8 @@ def _given(text: str) -> Any:
         return None
     expected = f"{VARIABLE} must be a JSON object or the path of a file with one"
     try:
-        return json.loads(text if text[0] in "{[" else Path(text).read_text(encoding="utf-8"))
+        return json_data(text if text[0] in "{[" else Path(text).read_bytes())
     except OSError as error:
         raise ValueError(f"{expected}; got {text!r}") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{expected}: {error}") from None

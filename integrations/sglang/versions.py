@@ -37,7 +37,7 @@ _WANTED: dict[str, tuple[str | None, ...] | set[str]] = {
         "extend_prefix_lens", "extend_start_loc", "extend_seq_lens_cpu", "extend_prefix_lens_cpu",
     },
     "ForwardMode": {"EXTEND", "MIXED"},
-    "ServerArgs": {*REFUSED, *MUST_BE_ONE, "chunked_prefill_size", "enable_metrics"},
+    "ServerArgs": {*REFUSED, *MUST_BE_ONE, "chunked_prefill_size", "enable_metrics", "tp_size"},
 }  # fmt: skip
 
 

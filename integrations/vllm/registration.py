@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from flexmask.integrations.serving.options import RequestOptions, noted_options, request_options
+from flexmask.integrations.serving.options import RequestOptions, noted_options, prefix_key, request_options
 from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
 
@@ -64,12 +64,13 @@ def read_requests() -> None:
     def process_inputs(stock: Any, processor: Any, *arguments: Any, **options: Any) -> Any:
         request = stock(processor, *arguments, **options)
         params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
-        given = getattr(params, "extra_args", None) or {}
-        selected = getattr(config.attention_config.backend, "name", None) == "CUSTOM" or os.environ.get(CPU_VARIABLE) == "1"
-        requested = _options_of(given, config) if given and selected else None
+        if getattr(config.attention_config.backend, "name", None) != "CUSTOM" and os.environ.get(CPU_VARIABLE) != "1":
+            return request
+        given = getattr(params, "extra_args", None)
+        requested = _options_of(given, config)
         if requested is not None:
             params.extra_args = requested.noted(given)
-            request.cache_salt = f"{request.cache_salt or ''}{requested.salt}"
+        request.cache_salt = prefix_key(request.cache_salt, requested)
         return request
 
     wrap_once(InputProcessor, "process_inputs", process_inputs)
@@ -78,9 +79,9 @@ def read_requests() -> None:
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
     from vllm.exceptions import VLLMValidationError
 
-    options = functools.partial(serving_options, vllm_config.additional_config, vllm_config.model_config.hf_config)
+    server = functools.partial(serving_options, vllm_config.additional_config, vllm_config.model_config.hf_config)
     try:
-        requested = request_options(given, lambda: options().settings)
+        requested = request_options(given, server, vllm_config.parallel_config.tensor_parallel_size)
     except ValueError as error:  # which servers answer with status 500
         raise VLLMValidationError(str(error)) from None
     if requested is not None and vllm_config.parallel_config.use_ubatching:

@@ -68,6 +68,8 @@ REFUSED = [
     ("doctor --method best", "'--method': method must be one of"),
     ("doctor --option tau", "'--option': must be NAME=VALUE; got 'tau'"),
     ("doctor --gamma .9 --option gamma=.8", "'--option': gamma is given twice"),
+    ('doctor --option layers={{"1":{{}},"01":{{}}}}', "'--option': layers must have each layer once; got 1 twice"),
+    ('doctor --option layers={{"1":{{}},"1":{{}}}}', "'--option': an object must have each key once; got '1' twice"),
     ("doctor --option tau=0.1", "'--option': method 'hybrid' takes the options gamma"),
     ("doctor --method causal --gamma 0.1", "'--gamma': method 'causal' takes the options of every mask only"),
     ("doctor --settings nowhere.json", "'--settings': cannot read nowhere.json: No such file"),

@@ -63,6 +63,7 @@ def test_wrong_options_change_nothing(model, function, options, error, message):
         ([1], "must be a JSON object of options; got list"),
         ({"layers": [1]}, "layers must be a dict; got list"),
         ({"layers": {"x": {}}}, "layers must have layer indices as keys; got 'x'"),
+        ({"layers": {"1": {"gamma": 0.9}, "01": {"gamma": 0.8}}}, "layers must have each layer once; got 1 twice"),
         ({"layers": {"0": 1}}, r"layers\[0\] must be a dict of options; got int"),
         ({"layers": {"7": {}}}, "layers must hold layer indices below 2"),
         ({"gamma": [0.5] * 3}, "layer 0: gamma must hold one number for each of query's 4 heads; got 3 numbers"),
@@ -105,9 +106,10 @@ def test_settings_are_saved_to_a_file_and_read_back(model, tmp_path):
         (b" " * (2**24 + 1), "settings must be a file of at most 16,777,216 bytes"),
         ("folder", "settings must be a regular file"),
         ("fifo", "settings must be a regular file"),
+        (b'{"layers": {"1": {"gamma": 0.9}, "1": {}}}', "an object must have each key once; got '1' twice"),
         (b'{"flexmask_config": [1]}', "file: flexmask_config: must be a JSON object"),
     ],
-    ids=["list", "deep", "encoding", "large", "folder", "fifo", "config"],
+    ids=["list", "deep", "encoding", "large", "folder", "fifo", "twice", "config"],
 )
 def test_other_files_are_refused(tmp_path, content, message):
     path = tmp_path / "file"

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving.options import RequestOptions, request_options
+from flexmask.integrations.serving.layers import LayerShape, role_of_shape
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions, prefix_key, request_options
 from flexmask.integrations.sglang.options import VARIABLE
 from flexmask.integrations.sglang.options import serving_options as options_of_sglang
 from flexmask.integrations.vllm.engine import serving_options as options_of_vllm
@@ -112,19 +113,39 @@ def test_a_wrong_variable_or_additional_config_is_refused_by_name(of_variable, g
         of_variable(given) if isinstance(given, str) else options_of_vllm({"flexmask": given})
 
 
+def options_of(*arguments, **options):
+    return lambda: ServingOptions(PrefillSettings(*arguments, **options))
+
+
+DEFAULTS = options_of()
+
+
 def test_a_request_chooses_a_gamma_or_dense_attention():
-    for given in (None, {}, {"another": 1}, {"flexmask_dense": False}, {"flexmask_dense": 0}):
-        assert request_options(given, PrefillSettings) is None
-    assert request_options({"flexmask_gamma": 0.5, "another": 1}, PrefillSettings) == RequestOptions(gamma=0.5)
-    assert request_options({"flexmask_gamma": 1, "flexmask_dense": 0}, PrefillSettings) == RequestOptions(gamma=1.0)
+    nothing = (None, {}, {"another": 1}, {"flexmask_dense": False}, {"flexmask_dense": 0}, {7: 1})
+    # as other parameters of a request that are null
+    for given in (*nothing, {"flexmask_gamma": None}, {"flexmask_dense": None}, {"flexmask_gamma": None, "flexmask_dense": None}):
+        assert request_options(given, DEFAULTS) is None
+    assert request_options({"flexmask_gamma": 0.5, "another": 1}, DEFAULTS) == RequestOptions(gamma=0.5)
+    for no in (False, 0, None):
+        assert request_options({"flexmask_gamma": 1, "flexmask_dense": no}, DEFAULTS) == RequestOptions(gamma=1.0)
     for true in (True, 1, 1.0):
-        assert request_options({"flexmask_dense": true}, PrefillSettings) == RequestOptions(dense=True)
+        assert request_options({"flexmask_dense": true, "flexmask_gamma": None}, DEFAULTS) == RequestOptions(dense=True)
 
 
-def test_different_options_have_different_salts():
-    chosen = [RequestOptions(gamma=0.5), RequestOptions(gamma=0.55), RequestOptions(gamma=1.0), RequestOptions(dense=True)]
-    assert len({each.salt for each in chosen}) == 4
-    assert request_options({"flexmask_gamma": 1}, PrefillSettings).salt == RequestOptions(gamma=1.0).salt
+def test_prefixes_have_one_key_for_each_pair_of_options_and_the_client_s_key():
+    """No client reaches another pair's by what it calls its own."""
+    options = [None, RequestOptions(dense=True), *(RequestOptions(gamma=gamma) for gamma in (0.9, 0.93, 0.94, 1.0))]
+    clients = {None, "mine", "3", " ", ":", "none", "flexmask ", "Flexmask dense: "}
+    for _ in range(2):
+        clients |= {prefix_key(client, each) for client in clients for each in options}
+        clients |= {f"{client}{each}" for client in (None, "mine") for each in ("flexmask dense", "flexmask gamma 0.9")}
+    keys = {(client, each): prefix_key(client, each) for client in clients for each in options}
+    assert len(set(keys.values())) == len(keys)
+    # known to routers outside
+    assert (prefix_key(None, None), prefix_key("mine", None)) == (None, "mine")
+    # engines know no difference
+    assert prefix_key("", options[1]) == prefix_key(None, options[1])
+    assert request_options({"flexmask_gamma": 1}, DEFAULTS) == RequestOptions(gamma=1.0)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +163,77 @@ def test_different_options_have_different_salts():
 )
 def test_bad_options_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
-        request_options(given, PrefillSettings)
+        request_options(given, DEFAULTS)
 
 
 def test_a_method_without_gamma_takes_none():
     with pytest.raises(ValueError, match="flexmask_gamma needs a method with gamma; this server runs 'causal'"):
-        request_options({"flexmask_gamma": 0.5}, lambda: PrefillSettings("causal"))
-    assert request_options({"flexmask_dense": True}, lambda: PrefillSettings("causal")) == RequestOptions(dense=True)
+        request_options({"flexmask_gamma": 0.5}, options_of("causal"))
+    assert request_options({"flexmask_dense": True}, options_of("causal")) == RequestOptions(dense=True)
+
+
+ONES, MIXED = [1.0] * 4, [1.0, 1.0, 1.0, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "stock"),
+    [
+        ({"gamma": 1}, 1, 0),
+        ({"gamma": ONES}, 1, 0),
+        ({"layers": {3: {"gamma": 0.5}, 2: {"gamma": 1.0}}}, 1, 2),
+        ({"gamma": 1.0, "layers": {n: {"gamma": 0.9} for n in range(3)}}, 1, 3),
+        # a rank of two has heads of gamma 1 alone
+        ({"layers": {1: {"gamma": MIXED}}}, 2, 1),
+        ({"layers": {1: {"gamma": MIXED}}}, 1, None),
+        # all that the model has
+        ({"gamma": 1.0, "layers": {n: {"gamma": 0.9} for n in range(3)}, "dense_layers": [3]}, 1, None),
+        # not stock: `layers` gives no role to a dense layer, and without the policy gamma 1 runs sparse
+        ({"layers": {2: {"gamma": 1.0}}, "dense_layers": [2]}, 1, None),
+        ({"gamma": 1.0, "dense_below": 0}, 1, None),
+        ({"method": "flexprefill", "gamma": 1.0, "max_budget": 2048}, 1, None),
+    ],
+)
+def test_a_gamma_is_refused_where_the_server_s_own_keeps_a_layer_stock(options, ranks, stock):
+    """As `role_of_shape` decides on each rank of a model of four layers and four heads."""
+    server = ServingOptions(PrefillSettings(**options), num_layers=4)
+    shape = LayerShape(num_heads=4 // ranks, num_kv_heads=1, head_dim=32, v_head_dim=32, scale=0.2)
+    roles = [role_of_shape(shape, number, server.settings, rank, ranks) for number in range(4) for rank in range(ranks)]
+    assert ("every head keeps every block" in roles) == (stock is not None)
+    if stock is None:
+        assert request_options({"flexmask_gamma": 0.5}, lambda: server, ranks) == RequestOptions(gamma=0.5)
+        return
+    with pytest.raises(ValueError, match=f"flexmask_gamma must be left out: by this server's settings layer {stock} runs stock"):
+        request_options({"flexmask_gamma": 0.5}, lambda: server, ranks)
+    assert request_options({"flexmask_dense": True}, lambda: server, ranks) == RequestOptions(dense=True)
+
+
+def test_the_model_s_layers_are_counted_by_its_config():
+    text = SimpleNamespace(num_hidden_layers=3)
+    assert options_of_vllm({}, SimpleNamespace(get_text_config=lambda: text)).num_layers == 3
+    assert options_of_vllm({}, SimpleNamespace()).num_layers is None
+    # without one, layers without options of their own are among the model's
+    with pytest.raises(ValueError, match="layer 1 runs stock"):
+        request_options({"flexmask_gamma": 0.5}, options_of(gamma=1.0, layers={0: {"gamma": 0.5}}))
+
+
+@pytest.mark.parametrize(
+    "given",
+    ['{"gamma": 0.9, "gamma": 0.8}', '{"layers": {"1": {"gamma": 0.9}, "1": {}}}', '{"kernel": "fa3", "kernel": "fa3"}'],
+)
+def test_a_name_twice_in_the_variable_or_its_file_is_refused(given, of_variable, tmp_path):
+    path = tmp_path / "options.json"
+    path.write_text(given, encoding="utf-8")
+    for text in (given, str(path)):
+        with pytest.raises(ValueError, match=r"^FLEXMASK_SGLANG must be a JSON object .*: .* twice"):
+            of_variable(text)
+    path.write_bytes(given.encode("utf-16"))
+    with pytest.raises(ValueError, match=r"^FLEXMASK_SGLANG must be a JSON object"):
+        of_variable(str(path))
+    with pytest.raises(ValueError, match=r"^FLEXMASK_SGLANG must be a JSON object"):
+        of_variable("[" * 10**5)
+
+
+def test_a_layer_named_twice_is_refused(of):
+    for layers in ({"1": {"gamma": 0.9}, "01": {"gamma": 0.8}}, {"1": {}, "01": {}}):
+        with pytest.raises(ValueError, match="layers must have each layer once; got 1 twice"):
+            of(layers=layers)

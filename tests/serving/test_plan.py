@@ -22,6 +22,15 @@ def test_a_request_s_own_gamma_and_dense_attention_are_planned():
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
 
 
+@pytest.mark.parametrize("seq_lens", [None, [0, 0], [99, 0]])
+def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
+    """At dense_below=0 too; a sparse request would have a negative number of cached tokens."""
+    plan = plan_step([0, 100, 164], seq_lens, DensePolicy(0, 16))
+    assert (plan.sparse, plan.stock, plan.dense_tokens) == ((), (StockSpan(0, 2, 0, 164),), 164)
+    # first chunks
+    assert [each.cached_len for each in plan_step([0, 100, 164], [100, 64], DensePolicy(0, 16)).sparse] == [0, 0]
+
+
 @pytest.mark.parametrize(("given", "least_rows"), [({}, LEAST_ROWS), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)])
 def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, least_rows):
     options = read_options(given, "options", "here", ("",), "")

@@ -13,7 +13,7 @@ def config_of(options=None, layers=3, use_v2_model_runner=False, backend="CUSTOM
         additional_config={"flexmask": options or {}},
         attention_config=SimpleNamespace(backend=SimpleNamespace(name=backend)),
         model_config=model,
-        parallel_config=SimpleNamespace(**{"use_ubatching": False, **parallel}),
+        parallel_config=SimpleNamespace(**{"use_ubatching": False, "tensor_parallel_size": 1, **parallel}),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=1024),
         compilation_config=SimpleNamespace(static_forward_context={}),
         use_v2_model_runner=use_v2_model_runner,

@@ -43,6 +43,25 @@ def test_equal_prefixes_have_equal_salts_where_options_are_equal(read):
     assert salts[3:] == ["mine", None]
 
 
+def test_no_salt_of_a_client_leads_to_the_prefixes_of_other_options(read):
+    dense = read(config_of(), {"flexmask_dense": True}).cache_salt
+    for salt in (dense, "flexmask dense", "flexmask gamma 0.5"):
+        own = read(config_of(), None, salt).cache_salt
+        assert own not in (dense, read(config_of(), {"flexmask_dense": True}, salt).cache_salt)
+        assert read(config_of(backend="FLASH_ATTN"), None, salt).cache_salt == salt
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"), [({"gamma": 1}, 1), ({"layers": {"0": {"gamma": [1, 1, 0.9, 0.9]}}}, 2)], ids=["all", "of a rank"]
+)
+def test_a_gamma_is_refused_where_a_layer_runs_stock(options, ranks, read):
+    config = config_of(options, tensor_parallel_size=ranks)
+    with pytest.raises(VLLMValidationError, match="by this server's settings layer 0 runs stock"):
+        read(config, {"flexmask_gamma": 0.5})
+    assert read(config, {"flexmask_dense": True}).cache_salt
+    assert read(config, {"flexmask_dense": None, "flexmask_gamma": None}).cache_salt is None
+
+
 def test_batches_that_overlap_take_no_options(read):
     with pytest.raises(VLLMValidationError, match="must be left out where vLLM overlaps batches"):
         read(config_of(use_ubatching=True), {"flexmask_dense": True})
