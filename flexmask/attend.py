@@ -43,12 +43,14 @@ def planned_attention(
     """Attention of checked inputs as planned, outside of autocast; `statistics` by name, `with_maps` also the selections."""
     selector = plan.selector
     with without_autocast(inputs.query.device):
-        # a named backend that cannot run is refused at every length
-        backend = chosen_backend(call_options.backend, inputs, plan.block_size, return_lse, selector is None)
+        groups = [] if selector is None else selector.groups(inputs, call_options.max_mask_bytes)
+        # all groups are of one kind; a named backend that cannot run is refused at every length
+        of_group = inputs.of_heads(groups[0]) if groups else inputs
+        backend = chosen_backend(call_options.backend, of_group, plan.block_size, return_lse, selector is None)
         if selector is None:
             return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)
         measured = statistics if plan.reason is None else ()
-        groups, whole = selector.groups(inputs, call_options.max_mask_bytes), inputs.prepared()
+        whole = inputs.prepared()
         outputs, selections, dense = None, [], []
         for group in groups:
             part, key_heads, selection, chosen = whole.of_heads(group), plan.dense_key_heads[group.key], None, backend
@@ -57,7 +59,7 @@ def planned_attention(
                 selections.append(selection)
                 if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
                     # FLASH then packs a key head's query heads into one tile
-                    chosen = chosen_backend(call_options.backend, inputs, plan.block_size, return_lse, shared=True)
+                    chosen = chosen_backend(call_options.backend, part, plan.block_size, return_lse, shared=True)
             out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, chosen, return_lse)
             outputs = _with_group(outputs, (out, lse), group, inputs.query)
             dense.append(key_heads)

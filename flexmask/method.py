@@ -67,8 +67,9 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
     ----------
     choose
         From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
-        every visible block. Invisible blocks are dropped and each row's own block is added. Options annotated as float come as
-        0-d tensors (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
+        every visible block; a call raises TypeError or ValueError for anything else.
+        Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
+        (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
         tensors; 0 stays a number. Other options are compile-time constants.
     plans
         By name of a PairsByHead option: a function of num_heads that replaces None.

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexmask import sparse_attention
 from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD
 from flexmask.flex.block_mask import block_mask_from_lists
+from flexmask.method import method as decorated
 from tests.comparisons import assert_same_attention
 from tests.compile_support import recompilations
 from tests.expected import masked_attention, seen_pairs
@@ -41,6 +42,44 @@ def attend(mask: object, method: Any = None, **options: Any) -> Any:
 
     with torch.no_grad():
         return sparse_attention(QUERY, KEY, VALUE, method or my_method, block_size=BLOCK, dense_below=0, **options)
+
+
+VISIBLE = torch.ones(2, 4, BLOCKS, BLOCKS, dtype=torch.bool)
+NO_MAPS: list[tuple[Any, type[Exception], str]] = [
+    (VISIBLE.float(), TypeError, "kept blocks as bool; got torch.float32"),
+    (VISIBLE.int(), TypeError, "kept blocks as bool; got torch.int32"),
+    ([True], TypeError, "a bool tensor of kept blocks, or None; got list"),
+    (VISIBLE[:, :2], ValueError, "= (2 or 1, 4 or 1, 7, 7); got (2, 2, 7, 7)"),
+    (VISIBLE[..., :-1], ValueError, "= (2 or 1, 4 or 1, 7, 7); got (2, 4, 7, 6)"),
+    (VISIBLE[0], ValueError, "= (2 or 1, 4 or 1, 7, 7); got (4, 7, 7)"),
+    (VISIBLE.repeat(2, 1, 1, 1), ValueError, "= (2 or 1, 4 or 1, 7, 7); got (4, 4, 7, 7)"),
+    (VISIBLE.to("meta"), ValueError, "kept blocks on query's device cpu; got meta"),
+]
+
+
+@pytest.fixture
+def made_method(monkeypatch):
+    """A method of the decorator that gives what the list holds."""
+    given = []
+    monkeypatch.setattr("flexmask.method.METHODS", {})
+
+    @decorated
+    def given_mask(problem):
+        return given[0]
+
+    return given_mask, given
+
+
+@pytest.mark.parametrize(("kept", "error", "message"), NO_MAPS)
+def test_what_is_no_map_of_this_calls_blocks_is_refused_by_the_methods_name(made_method, without_kernel, kept, error, message):
+    mask_function, given = made_method
+    for right in (VISIBLE, VISIBLE[:1, :1], None):
+        given[:] = [right]
+        mask_function(QUERY, KEY, block_size=BLOCK)
+    given[:] = [kept]
+    for call in (lambda: mask_function(QUERY, KEY, block_size=BLOCK), lambda: attend(None, mask_function)):
+        with pytest.raises(error, match=f"^method given must give .*{re.escape(message)}$"):
+            call()
 
 
 COUNTS, INDICES = counts(1, 1, BLOCKS), torch.arange(BLOCKS, dtype=torch.int32).expand(1, 1, BLOCKS, BLOCKS).contiguous()

@@ -75,7 +75,10 @@ class AttentionInputs(NamedTuple):
         return self.with_fields(**sliced)
 
     def prepared(self) -> SparseInputs:
-        """For attention: detached unless gradients are needed, and zero where no token is, as a weight of 0 does not hide NaN."""
+        """For attention: detached unless gradients are needed, and zero where no token is.
+
+        Neither a weight nor a gradient of 0 hides NaN.
+        """
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
@@ -90,6 +93,8 @@ class AttentionInputs(NamedTuple):
             # not masked_fill, which copies first
             key = torch.where(absent, 0.0, key) if self.needs_grad else key
             value = None if value is None else torch.where(absent, 0.0, value)
+        if self.needs_grad and self.attention_mask is not None:
+            query = torch.where(self.tokens().row_valid[:, None, :, None], query, 0.0)
         return self.with_offset().with_fields(query=query, key=key, value=value, sinks=sinks)
 
     def with_offset(self) -> SparseInputs:
@@ -130,8 +135,10 @@ def attention_inputs(
     batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
     # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture
     if isinstance(q_offset, Tensor):
-        # a plain clone would keep a stride of 0, which Inductor's C++ kernel cannot read
-        offset = q_offset.clamp(0, most).to(torch.int32).expand(batch).clone(memory_format=torch.contiguous_format)
+        # `most` may not fit into its dtype; a plain clone would keep a stride of 0, which Inductor's C++ kernel cannot read
+        offset = (
+            q_offset.to(torch.int64).clamp(0, most).to(torch.int32).expand(batch).clone(memory_format=torch.contiguous_format)
+        )
     elif q_offset is not None:
         offset = torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
     differentiable = (x for x in (query, key, value, sinks) if x is not None)

@@ -48,10 +48,12 @@ def kept_and_full(mask: BlockMask, num_kv_blocks: int) -> tuple[Tensor, Tensor]:
 
 def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
     """True at the first `counts` of the `indices` of each row, (.., num_q_blocks, num_kv_blocks) bool; others are ignored."""
+    # another's may be of a dtype that holds no larger number than theirs
+    counts, indices = counts.long(), indices.long()
     entry = torch.arange(indices.shape[-1], device=indices.device)
     is_listed = (entry < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
     # the rest goes to one more column
-    column = torch.where(is_listed, indices.long(), num_kv_blocks)
+    column = torch.where(is_listed, indices, num_kv_blocks)
     marks = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.bool, device=indices.device)
     return marks.scatter(-1, column, True)[..., :num_kv_blocks].contiguous()
 

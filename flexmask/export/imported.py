@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import plain
+from flexmask._torch import is_fake
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.checks import check_block_size, check_count, check_int
+from flexmask.base.checks import check_block_size, check_count, check_int, check_plain
 from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import block_mask, inputs_of_mask
@@ -37,7 +38,7 @@ def from_block_map(
     window
         Keys that a row sees, its own counted; default: all.
     attention_mask
-        (batch, kv_len), other than 0 is a token; default: all are.
+        (batch, kv_len) bool, or of integers, where other than 0 is a token, on any device; default: all are.
     q_offset
         Position of row 0; default: the last row stands at the last key.
 
@@ -49,8 +50,9 @@ def from_block_map(
     Raises
     ------
     TypeError, ValueError
-        For a map of floats, and shapes that do not fit; for a kept block that no row sees, such as one of later positions; for a
-        query block that keeps blocks but not its diagonal. One that keeps nothing is allowed: heads may be served elsewhere.
+        For tensors of other types, without values (meta, fake), and shapes that do not fit; for a kept block that no row sees,
+        such as one of later positions; for a query block that keeps blocks but not its diagonal.
+        One that keeps nothing is allowed: heads may be served elsewhere.
 
     Examples
     --------
@@ -60,7 +62,7 @@ def from_block_map(
     44.44444444444444
     """
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
-    _check_dtype("block_map", block_map, "bool or integers")
+    _check_values("block_map", block_map, "bool or integers")
     blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
     if block_map.dim() != 4 or tuple(block_map.shape[2:]) != blocks or 0 in block_map.shape:
         raise ValueError(
@@ -69,6 +71,7 @@ def from_block_map(
         )
     batch = block_map.shape[0]
     if attention_mask is not None:
+        _check_values("attention_mask", attention_mask, "bool or integers")
         if tuple(attention_mask.shape) != (batch, kv_len):
             raise ValueError(f"attention_mask must be ({batch}, {kv_len}); got {tuple(attention_mask.shape)}")
         attention_mask = attention_mask.to(block_map.device) != 0
@@ -101,7 +104,7 @@ def from_index_list(
     indices
         (batch, num_heads or 1, num_q_blocks, entries) of integers, key blocks; entries past the count are ignored.
     counts
-        (batch, num_heads or 1, num_q_blocks) of integers.
+        (batch, num_heads or 1, num_q_blocks) of integers, on indices' device.
     q_len, kv_len, block_size, window, attention_mask, q_offset
         As for `from_block_map`.
 
@@ -120,12 +123,16 @@ def from_index_list(
     """
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
     for name, tensor in (("indices", indices), ("counts", counts)):
-        _check_dtype(name, tensor, "integers")
+        _check_values(name, tensor, "integers")
+    if counts.device != indices.device:
+        raise ValueError(f"counts must be on indices' device {indices.device}; got {counts.device}")
     if indices.dim() != 4 or counts.shape != indices.shape[:-1]:
         raise ValueError(
             "indices must be (batch, num_heads, num_q_blocks, entries) and counts their first three sizes; got "
             f"{tuple(indices.shape)} and {tuple(counts.shape)}"
         )
+    # no narrow dtype holds every number that they are compared with
+    indices, counts = indices.long(), counts.long()
     most, entries = num_blocks(kv_len, block_size), indices.shape[-1]
     wrong = (counts < 0) | (counts > entries)
     _refuse_first(wrong, f"counts for query block {{2}} of head {{1}}, prompt {{0}}, outside 0 to {entries}")
@@ -133,7 +140,7 @@ def from_index_list(
     outside = counted & ((indices < 0) | (indices >= most))
     where = "as entry {3} for query block {2} of head {1}, prompt {0}"
     _refuse_first(outside, f"lists, {where}, a key block outside 0 to {most - 1}")
-    column = torch.where(counted, indices.long(), most)
+    column = torch.where(counted, indices, most)
     times = torch.zeros((*counts.shape, most + 1), dtype=torch.int32, device=indices.device)
     times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :most]
     _refuse_first(times > 1, "lists key block {3} twice for query block {2} of head {1}, prompt {0}")
@@ -155,11 +162,15 @@ def _check_lengths(q_len: int, kv_len: int, block_size: int, window: int | None,
         raise ValueError(f"q_offset must be from 0 to kv_len - q_len = {kv_len - q_len}; got {q_offset}")
 
 
-def _check_dtype(name: str, tensor: object, kind: str) -> None:
-    got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-    is_number = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-    if not is_number or (got == torch.bool and "bool" not in kind):
-        raise TypeError(f"{name} must be a tensor of {kind}; got {got}")
+def _check_values(name: str, tensor: object, kind: str) -> None:
+    """Raise unless `tensor` is a plain one of this kind, "integers" or "bool or integers", whose values can be read."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor of {kind}; got {type(tensor).__name__}")
+    check_plain(name, tensor)
+    if tensor.is_floating_point() or tensor.is_complex() or (tensor.dtype == torch.bool and "bool" not in kind):
+        raise TypeError(f"{name} must be a tensor of {kind}; got {tensor.dtype}")
+    if is_fake(tensor):
+        raise ValueError(f"{name} must hold values; got a fake tensor")
 
 
 def _refuse_first(wrong: Tensor, what: str) -> None:

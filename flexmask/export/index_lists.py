@@ -64,7 +64,7 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     mask
         A BlockMask, of flexmask or not.
     fill
-        The value past the count.
+        The value past the count, an int32. Default -1.
 
     Returns
     -------
@@ -75,8 +75,8 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
 
     Raises
     ------
-    TypeError
-        For anything but a BlockMask.
+    TypeError, ValueError
+        For anything but a BlockMask, and for a `fill` that is no int32.
 
     Examples
     --------
@@ -90,9 +90,12 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     >>> counts[0, 0]
     tensor([1, 2], dtype=torch.int32)
     """
+    check_int("fill", fill)
+    if not -(2**31) <= fill < 2**31:
+        raise ValueError(f"fill must fit into int32; got {fill}")
     counts, indices = ascending_indices(blocks_of(mask)[0])
     entry = torch.arange(indices.shape[-1], device=indices.device)
-    return torch.where(entry < counts.unsqueeze(-1), indices, fill), counts
+    return torch.where(entry < counts.unsqueeze(-1), indices, int(fill)), counts
 
 
 def check_index(name: str, value: int, length: int) -> None:

@@ -58,16 +58,18 @@ def attention_to_visible(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of some rows, `query`, to the keys that a map shows; nothing seen gives zero and a log-sum-exp of -inf.
 
-    `visible` is (batch or 1, num_heads or 1, q_len, kv_len) bool, `hidden` (batch or 1, kv_len) bool the keys that may hold NaN.
+    `visible` is (batch or 1, num_heads or 1, q_len, kv_len) bool, `hidden` (batch or 1, kv_len) bool the keys that may hold NaN,
+    as may rows that see nothing.
     """
     key, value, sinks = inputs.key, inputs.value, inputs.sinks
     assert value is not None
     if hidden is not None:
-        # 0 * NaN is NaN; not masked_fill, which copies first
+        # 0 * NaN is NaN, also in gradients; not masked_fill, which copies first
         key, value = (torch.where(hidden[:, None, :, None], 0.0, x) for x in (key, value))
     batch, num_heads, q_len = query.shape[:3]
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     sees = visible.any(-1, keepdim=True)
+    query = torch.where(sees, query, 0.0)
     if not is_written_out(inputs, return_lse):
         # a row that sees nothing sees everything, and is zeroed after
         return torch.where(sees, sdpa(query, key, value, inputs.scale, attn_mask=visible | ~sees), 0.0), None

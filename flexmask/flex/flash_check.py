@@ -47,6 +47,7 @@ class FlashCall(NamedTuple):
     padded: bool = False
     shared: bool = False  # one list of blocks for all heads
     gradients: bool = False
+    per_key: int = 2  # query heads per key head: FLASH packs those that share a list into a tile
 
     @staticmethod
     def of(inputs: AttentionInputs, block_size: int, shared: bool) -> FlashCall:
@@ -58,7 +59,8 @@ class FlashCall(NamedTuple):
             captures = True
         has_softcap, is_padded = inputs.softcap is not None, inputs.attention_mask is not None
         sizes = (query.shape[3], value.shape[3], block_size)
-        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad)
+        per_key = query.shape[1] // inputs.key.shape[1]
+        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad, per_key)
 
     def __str__(self) -> str:
         sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
@@ -69,11 +71,11 @@ class FlashCall(NamedTuple):
             "one list for all heads": self.shared,
             "gradients": self.gradients,
         }
-        parts = [str(self.dtype).removeprefix("torch."), sizes, f"blocks of {self.block_size}"]
+        heads = f"{self.per_key} query head{'s' if self.per_key > 1 else ''} per key head"
+        parts = [str(self.dtype).removeprefix("torch."), sizes, heads, f"blocks of {self.block_size}"]
         return ", ".join(parts + [name for name, is_on in named.items() if is_on])
 
 
-_HEADS, _KV_HEADS = 4, 2
 _SOFTCAP = 5.0
 
 
@@ -92,10 +94,11 @@ def flash_problem(call: FlashCall, device: torch.device) -> tuple[SparseInputs, 
         # no token of the first query block, and a part of the last block's
         token[0, : offset + size + 9] = False
         token[1, kv_len - 11 :] = False
-    dtype = call.dtype
-    query = 3 * normal_numbers((batch, _HEADS, q_len, call.head_dim), 0, dtype, device)
-    key = normal_numbers((batch, _KV_HEADS, kv_len, call.head_dim), 1, dtype, device)
-    value = normal_numbers((batch, _KV_HEADS, kv_len, call.v_head_dim), 2, dtype, device)
+    dtype, kv_heads = call.dtype, 2 if call.per_key <= 16 else 1  # memory
+    heads = kv_heads * call.per_key
+    query = 3 * normal_numbers((batch, heads, q_len, call.head_dim), 0, dtype, device)
+    key = normal_numbers((batch, kv_heads, kv_len, call.head_dim), 1, dtype, device)
+    value = normal_numbers((batch, kv_heads, kv_len, call.v_head_dim), 2, dtype, device)
     for tensor in (query, key, value):
         tensor.requires_grad_(with_gradients)
     scale, softcap = call.head_dim**-0.5, _SOFTCAP if call.softcap else None
@@ -103,7 +106,7 @@ def flash_problem(call: FlashCall, device: torch.device) -> tuple[SparseInputs, 
 
     tokens = inputs.tokens()
     seen = block_visibility(tokens, size, window)
-    keep = _kept(seen.visible.shape, 1 if call.shared else _HEADS, offset // size, device)
+    keep = _kept(seen.visible.shape, 1 if call.shared else heads, offset // size, device)
     mask = block_mask(inputs, Selection(block_lists(keep & seen.visible[:, None], seen.full), None, {}, size))
     visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
@@ -229,9 +232,8 @@ def flash_verdict(
     """The verdict on calls of this kind, which the first one checks; None where none is known and no check can run."""
     if is_traced():
         # numbers, where a compilation has symbols
-        written = _recall(
-            device.type, device.index, call.dtype, len(range(call.head_dim)), len(range(call.v_head_dim)), *call[3:]
-        )
+        head_dims, per_key = (len(range(call.head_dim)), len(range(call.v_head_dim))), len(range(call.per_key))
+        written = _recall(device.type, device.index, call.dtype, *head_dims, *call[3:-1], per_key)
         if not written:
             return None
         reason, lse_reason, factor = written.split("\n")

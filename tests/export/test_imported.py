@@ -4,8 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_mask
 
+from flexmask.base.selection import listed_blocks
 from flexmask.export import from_block_map, from_index_list, to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
 from tests.comparisons import dense_map
 from tests.compile_support import assert_same_lists
@@ -49,7 +51,7 @@ def with_entry(i, j, value):
         (KEPT.float(), {}, TypeError, r"bool or integers; got torch\.float32"),
         (KEPT, {"kv_len": 64}, ValueError, "q_len must be at most kv_len = 64; got 96"),
         (KEPT, {"q_offset": 1}, ValueError, "q_offset must be from 0"),
-        (KEPT, {"attention_mask": torch.ones(1, 95)}, ValueError, r"attention_mask must be \(1, 96\); got \(1, 95\)"),
+        (KEPT, {"attention_mask": torch.ones(1, 95).bool()}, ValueError, r"attention_mask must be \(1, 96\); got \(1, 95\)"),
     ],
     ids=["later", "no diagonal", "columns", "dimensions", "floats", "length", "offset", "padding"],
 )
@@ -74,6 +76,49 @@ def test_wrong_maps_are_refused(block_map, changes, error, words):
 def test_wrong_lists_are_refused(indices, counts, words):
     with pytest.raises(TypeError if counts[0] is True else ValueError, match=words):
         from_index_list(torch.tensor([[indices]]), torch.tensor([[counts]]), 96, 96, block_size=32)
+
+
+def fake(tensor):
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
+NO_VALUES = [
+    (lambda x: x.tolist(), TypeError, "must be a tensor of .*integers; got list"),
+    (lambda x: x.float(), TypeError, "must be a tensor of .*integers; got torch.float32"),
+    (lambda x: x.to("meta"), ValueError, "must hold values; got a tensor on the meta device"),
+    (fake, ValueError, "must be used under its FakeTensorMode; got a fake tensor"),
+    (lambda x: x.to_sparse(), TypeError, "must be a plain tensor"),
+]
+
+
+@pytest.mark.parametrize("name", ["block_map", "attention_mask", "indices", "counts"])
+@pytest.mark.parametrize(("change", "error", "words"), NO_VALUES)
+def test_arguments_that_are_no_tensors_of_integers_are_refused_by_name(name, change, error, words):
+    given = {"q_len": 96, "kv_len": 96, "block_size": 32, "attention_mask": torch.ones(1, 96).long()}
+    of_lists = {"indices": torch.tensor([[[[0, 0], [0, 1], [1, 2]]]]), "counts": torch.tensor([[[1, 2, 2]]])}
+    make, given = (from_index_list, given | of_lists) if name in of_lists else (from_block_map, given | {"block_map": KEPT})
+    make(**given)
+    with pytest.raises(error, match=f"^{name} {words}"):
+        make(**{**given, name: change(given[name])})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16])
+def test_lists_of_a_narrow_dtype_may_have_more_entries_than_it_counts(dtype):
+    counts, indices = torch.ones(1, 1, 1).to(dtype), torch.zeros(1, 1, 1, 300).to(dtype)
+    found = from_index_list(indices, counts, 16, 16 * 300, block_size=16, q_offset=0)
+    assert to_block_map(found).nonzero().tolist() == [[0, 0, 0, 0]]
+    assert torch.equal(listed_blocks(counts, indices, 300), to_block_map(found))
+
+
+@pytest.mark.parametrize(
+    ("fill", "error"), [(0.5, TypeError), (True, TypeError), (2**31, ValueError), (-(2**31) - 1, ValueError)]
+)
+def test_a_fill_that_is_no_int32_is_refused(fill, error):
+    mask = from_block_map(KEPT, 96, 96, block_size=32)
+    with pytest.raises(error, match=r"^fill must "):
+        to_index_list(mask, fill=fill)
+    assert to_index_list(mask, fill=2**31 - 1)[0].dtype == torch.int32
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.flex.flash_check import FlashCall, Verdict, check_flash, flash_verdict
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.expected import masked_attention
@@ -131,11 +131,29 @@ def test_finds_lists_of_full_or_partial_blocks_or_both_ignored(changes):
     assert "found block lists ignored: outputs off by" in found.reason
 
 
+@pytest.mark.parametrize("per_key", [1, 2, 8, 24])
+def test_the_problem_has_the_calls_query_heads_per_key_head(per_key):
+    query, key = (torch.zeros(1, heads, 64, 32, dtype=torch.bfloat16) for heads in (2 * per_key, 2))
+    kind = FlashCall.of(attention_inputs(query, key, key), 16, shared=True)
+    assert kind.per_key == per_key
+
+    assert check_flash(kind, CPU, kernel).reason == ""
+    if per_key not in (2, 24):
+        assert "outputs off by" in check_flash(kind, CPU, packs_pairs).reason
+
+
+def packs_pairs(inputs, mask, return_lse):
+    """A kernel that reads a key head for every two query heads, right for a ratio of 2."""
+    of_query = torch.arange(inputs.query.shape[1]) // 2 % inputs.key.shape[1]
+    return kernel(inputs.with_fields(key=inputs.key[:, of_query], value=inputs.value[:, of_query]), mask, return_lse)
+
+
 def test_a_kind_of_call_reads_in_a_message():
-    assert str(FlashCall(torch.bfloat16, 128, 128)) == "bfloat16, head_dim 128, blocks of 128"
-    everything = FlashCall(torch.float16, 192, 128, 64, True, True, True, True, True)
+    assert str(FlashCall(torch.bfloat16, 128, 128)) == "bfloat16, head_dim 128, 2 query heads per key head, blocks of 128"
+    everything = FlashCall(torch.float16, 192, 128, 64, True, True, True, True, True, 1)
     assert str(everything) == (
-        "float16, head_dim 192/128, blocks of 64, soft cap, window and offset, padding, one list for all heads, gradients"
+        "float16, head_dim 192/128, 1 query head per key head, blocks of 64, soft cap, "
+        "window and offset, padding, one list for all heads, gradients"
     )
 
 
