@@ -7,11 +7,15 @@ import torch
 
 from flexmask import METHODS, sparse_attention
 from flexmask.attention import RECOMMENDED
+from flexmask.base.inputs import attention_inputs
+from flexmask.base.selection import block_lists
+from flexmask.block_masks import causal_mask
 from flexmask.flex.backend import has_flash_package
+from flexmask.flex.block_mask import block_mask_from_lists
 from flexmask.flex.run import with_sinks
 from tests.attention_calls import CPP_ERROR, SINKS, VARIANTS, assert_same_gradients, call, check, flexprefill_attention, padding
 from tests.comparisons import assert_same_attention
-from tests.expected import visible_pairs
+from tests.expected import expanded, visible_pairs
 
 
 @pytest.mark.attention
@@ -179,11 +183,95 @@ def test_sparse_attention_does_not_see_them(name, scores):
     assert torch.equal(it.attend(**scores), clean)
 
 
-def test_gradients_of_dense_attention_do_not_see_them():
+def without_rows(it):
+    """Queries with NaN wherever a row sees nothing."""
+    padded = ~visible_pairs(it).any(-1)[:, None, :, None]
+    assert padded.any()
+    return it.query.masked_fill(padded, NAN)
+
+
+@pytest.mark.parametrize("scores", list(SCORES.values())[:-1], ids=list(SCORES)[:-1])
+def test_gradients_of_dense_attention_do_not_see_them(scores):
     it = call(**PROBLEMS["padding"])
     gradients = []
-    for key, value in ((it.key, it.value), spoiled(it)):
-        tensors = [x.clone().requires_grad_() for x in (it.query, key, value)]
-        flexprefill_attention(*tensors, **it.keywords()).square().sum().backward()
+    for inputs in ((it.query, it.key, it.value), (without_rows(it), *spoiled(it))):
+        tensors = [x.clone().requires_grad_() for x in inputs]
+        flexprefill_attention(*tensors, **it.keywords(), **scores).square().sum().backward()
         gradients.append([x.grad for x in tensors])
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
+
+
+def test_prepared_inputs_with_gradients_hold_nothing_where_no_token_is():
+    it = call(**PROBLEMS["padding"])
+    tensors = [x.requires_grad_() for x in (without_rows(it), *spoiled(it))]
+    ready = attention_inputs(*tensors, attention_mask=it.attention_mask).prepared()
+    assert not any(x.isnan().any() for x in (ready.query, ready.key, ready.value))
+    valid = it.attention_mask.bool()[:, None, :, None].expand_as(it.query)
+    assert torch.equal(ready.query[valid], it.query[valid])
+
+
+@pytest.mark.attention
+@pytest.mark.gpu
+def test_gradients_of_the_sparse_kernel_do_not_see_them(cuda):
+    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=padding(600, ("left", 90)))
+    gradients = []
+    for inputs in ((it.query, it.key, it.value), (without_rows(it), *spoiled(it))):
+        tensors = [x.to(cuda, copy=True).requires_grad_() for x in inputs]
+        keywords = {**it.config.call, **it.to(cuda).keywords(), "dense_below": 0, "backend": "triton"}
+        sparse_attention(*tensors, **keywords).square().sum().backward()
+        gradients.append([x.grad for x in tensors])
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
+
+
+# each score, of a row and a key, that is NaN or infinite: a row, its first element, a key head, a single key, the last key
+FAULTS = {
+    "row": ("query", (0, 1, 70), NAN), "first row": ("query", (0, 1, 0), NAN), "key head": ("key", (0, 1), NAN),
+    "key": ("key", (0, 1, 75), NAN), "last key": ("key", (0, 0, -1), NAN), "number": ("key", (0, 0, 40, 3), NAN),
+    "infinity": ("key", (0, 0, 40, 3), torch.inf),
+}  # fmt: skip
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("scores", [{}, pytest.param({"sinks": SINKS}, marks=pytest.mark.slow)], ids=["plain", "sinks"])
+@pytest.mark.parametrize("length", [128, 140])
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_row_is_nan_where_a_score_that_it_sees_is(fault, length, scores):
+    name, place, number = fault
+    it = call(length, block_size=32, gamma=0.5)
+    clean, keep = it.attend(**scores), it.search().keep
+    getattr(it, name)[place] = number
+    kernel = {"method": keeping(keep), "block_size": 32, "dense_below": 0}
+    with torch.no_grad():
+        out = sparse_attention(it.query, it.key, it.value, **kernel, **scores)
+    key = it.key.repeat_interleave(2, 1)
+    pairs = it.query.double() @ key.double().mT
+    spoiled_rows = ((pairs.isnan() | (pairs == torch.inf)) & expanded(keep, it)).any(-1)
+    assert spoiled_rows.any() and not spoiled_rows.all()
+    assert torch.equal(out.isnan().all(-1), spoiled_rows) and torch.equal(out.isnan().any(-1), spoiled_rows)
+    if number != torch.inf:
+        torch.testing.assert_close(out[~spoiled_rows], clean[~spoiled_rows], atol=1e-6, rtol=1e-6)
+
+
+def keeping(keep):
+    """A function of query and key that keeps these blocks."""
+
+    def kept(query, key, *, block_size, **given):
+        lists = block_lists(keep, torch.zeros_like(keep[:, 0]))
+        lengths = (query.shape[2], key.shape[2])
+        return block_mask_from_lists(lists, lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, block_size, lengths)
+
+    return kept
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_an_offset_of_any_integer_dtype_is_clamped(without_kernel, dtype, shape):
+    query, key = QUERY[:1, :, :40], KEY[:1].repeat(1, 1, 4, 1)
+    for place in (7, 100):
+        masks = [
+            causal_mask(query, key, q_offset=offset, block_size=16).to_dense()
+            for offset in (place, torch.full(shape, place, dtype=dtype))
+        ]
+        assert torch.equal(*masks)
+    assert attention_inputs(query, key, q_offset=torch.tensor(250).to(torch.uint8)).offset.tolist() == [250]
+    assert attention_inputs(query, key[:, :, :50], q_offset=torch.full(shape, 120, dtype=dtype)).offset.tolist() == [10]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, cast
 
 import torch
@@ -41,15 +42,25 @@ def run_flex_attention(
         block_mask = in_key_tiles(block_mask, flash_key_tile(head_dim, value.shape[3]))
     sizes = (block_mask.BLOCK_SIZE[0], head_dim, value.shape[3])
     options = kernel_options(backend, *sizes, query.dtype, for_inference_on_hopper)
-    if sinks is not None and on_cpu:  # where no log-sum-exp can rescale the output
-        key, value, block_mask = with_sink_block(key, value, block_mask)
-        sinks = captured(sinks.float())
+    ends = None
+    if on_cpu:
+        # where no log-sum-exp can rescale the output
+        sinks = None if sinks is None else captured(sinks.float())
+        key, value, block_mask, ends = with_key_behind(key, value, block_mask)
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
     tiles = None if options is None else tuple(options.items())
     needs_lse = return_lse or (sinks is not None and not on_cpu)
     of_query = (query.device.type, query.device.index, query.dtype, query.shape[0])
-    run = compiled(_flex_attention, (*numbers, tiles), *of_query, backend, needs_lse, block_mask.mask_mod.__name__)
-    out, lse = run(query, key, value, block_mask, scale, softcap, options, needs_lse, sinks if on_cpu else None)
+    run = compiled(
+        _flex_attention,
+        (*numbers, tiles),
+        *of_query,
+        backend,
+        needs_lse,
+        block_mask.mask_mod.__name__,
+        on_cpu and sinks is not None,
+    )
+    out, lse = run(query, key, value, block_mask, scale, softcap, options, needs_lse, ends, sinks if on_cpu else None)
     if lse is not None and lse_factor != 1.0:
         lse = lse * lse_factor
     if sinks is not None and lse is not None:
@@ -69,6 +80,7 @@ def _flex_attention(
     softcap: float | None,
     options: dict[str, Any] | None,
     return_lse: bool,
+    ends: tuple[Tensor, Tensor] | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     # arguments one by one: unread fields of a tuple would be guarded too
@@ -81,11 +93,16 @@ def _flex_attention(
     def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return capped(score, softcap)
 
-    def cap_and_sink(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        assert sinks is not None
-        return torch.where(kv_idx == 0, sinks[h], capped(score, softcap))
+    def cap_to_the_end(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        assert ends is not None
+        score = capped(score, softcap)
+        # the kernel's maximum drops NaN, and with it the row's whole block; of infinity its softmax makes NaN. Not isnan, which
+        # Inductor computes one by one
+        score = torch.where(score == score, score, math.inf)
+        behind = -math.inf if sinks is None else torch.where(kv_idx == ends[1][b], sinks[h], -math.inf)
+        return torch.where(kv_idx < ends[0][b], score, behind)
 
-    score_mod = cap_and_sink if sinks is not None else None if softcap is None else cap
+    score_mod = cap_to_the_end if ends is not None else None if softcap is None else cap
     enable_gqa = query.shape[1] != key.shape[1]
     run = functools.partial(flex_attention, query, key, value, score_mod, block_mask, scale, enable_gqa)
     if return_lse:
@@ -122,24 +139,28 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share).to(out.dtype) if needs_grad else out.mul_(share)
 
 
-def with_sink_block(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask]:
-    """Copies of key, value and mask with one more block in front, whose first key, of value 0, stands for the sinks."""
-    block_size = block_mask.BLOCK_SIZE[1]
-    side = captured_number(block_size, key.shape[0], key.device)
+def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask, tuple[Tensor, Tensor]]:
+    """Copies of key, value and mask with one key more, of value 0, where the next block begins; the number of keys, its place.
+
+    Every query block lists it last, as a full block. It stands for the sinks; and there the CPU's kernel subtracts a row's
+    largest score so far from itself, which makes NaN of an infinite one.
+    """
+    kv_len, block_size = key.shape[2], block_mask.BLOCK_SIZE[1]
+    place = num_blocks(kv_len, block_size)
+    end, last = (captured_number(n, key.shape[0], key.device) for n in (kv_len, place * block_size))
     visible = block_mask.mask_mod
 
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        own = kv_idx - side[b]
-        return (kv_idx == 0) | ((own >= 0) & visible(b, h, q_idx, own.clamp(min=0)))
+        return (kv_idx < end[b]) & visible(b, h, q_idx, torch.minimum(kv_idx, end[b] - 1))
 
-    seen.__name__ = f"sinks and {visible.__name__}"
+    seen.__name__ = visible.__name__
     full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     assert full_counts is not None and full_indices is not None
-    indices = F.pad(block_mask.kv_indices + 1, (1, 0))
-    lists = (block_mask.kv_num_blocks + 1, indices, full_counts, F.pad(full_indices + 1, (0, 1)))
-    q_len = block_mask.seq_lengths[0]
-    shifted = block_mask_from_lists(lists, seen, block_size, (q_len, key.shape[2] + block_size))
-    return F.pad(key, (0, 0, block_size, 0)), F.pad(value, (0, 0, block_size, 0)), shifted
+    full_indices = F.pad(full_indices, (0, 1)).scatter(-1, full_counts.unsqueeze(-1).long(), place)
+    lists = (block_mask.kv_num_blocks, F.pad(block_mask.kv_indices, (0, 1)), full_counts + 1, full_indices)
+    more = place * block_size + 1 - kv_len
+    longer = block_mask_from_lists(lists, seen, block_size, (block_mask.seq_lengths[0], kv_len + more))
+    return F.pad(key, (0, 0, 0, more)), F.pad(value, (0, 0, 0, more)), longer, (end, last)
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
