@@ -60,8 +60,8 @@ def test_lines_of_the_last_rows(with_nan):
 def test_blocks_of_the_rows(monkeypatch, scores):
     """Of drawn evidence, with rows that hold NaN or nothing, and many tiles of few columns."""
     monkeypatch.setattr(kernels, "_COLUMNS", 2)
-    of_plain, of_kernels = problems(q_len=110, **scores)
-    visible = of_plain.visible.expand(-1, 2, -1, -1)
+    of_plain, of_kernels = problems(q_len=110, heads=4, **scores)
+    visible = of_plain.visible.expand(-1, 4, -1, -1)
     share = (4 * torch.rand(visible.shape)).exp() * visible
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
     number = torch.randint(0, 3, share.shape[:3], dtype=torch.int32)
