@@ -70,9 +70,9 @@ def test_blocks_of_the_rows(monkeypatch, scores):
     number[0, 0, 5] = 2
     squares = (share * share * number.clamp(min=1)[..., None]).masked_fill(~visible[:1], torch.nan)
     monkeypatch.setattr(kernels, "squares_of_shares", lambda problem, split: (squares, number))
-    for least in (0.3, 60.0):
+    for least in (0.01, 0.3, 2.0, 60.0):
         thresholds = least * (0.5 + torch.rand(share.shape[:3], dtype=torch.float64))
-        for coverage in (0, 0.2, 0.8, torch.tensor(0.7, dtype=torch.float64)):
+        for coverage in (0, 0.2, 0.7, 1.0, torch.tensor(0.7, dtype=torch.float64)):
             expected = plain.row_blocks(of_plain, plain.RowEvidence(share, share), thresholds, 1 / 16, coverage)
             codes = kernels.row_blocks(of_kernels, None, thresholds, 1 / 16, coverage).codes
             assert torch.equal(codes[visible] & 2 != 0, expected.chosen[visible])
