@@ -6,12 +6,16 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexmask import hybrid_mask
+from flexmask import hybrid_mask, plain
+from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.inputs import attention_inputs
+from flexmask.block_masks import hybrid
 from tests.cases import Case, Config, cases, hybrid_length, hybrid_rule, sparse_cases
 from tests.comparisons import compare_drawn
 from tests.compile_support import cut, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
-from tests.oracle.hybrid import Rule
+from tests.oracle.hybrid import Rule, thresholds
+from tests.oracle.visibility import visibility
 
 
 def test_equals_the_oracle():
@@ -63,13 +67,33 @@ def test_by_default_even_heads_hold_half_and_have_no_cliff(tokens):
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
 def test_of_equal_blocks_the_nearest_hold_the_floor(share):
-    """64 blocks in a query block whose threshold is 25 times their share."""
-    query, key = torch.zeros(1, 1, 1024, 16), torch.zeros(1, 1, 1024, 16)
-    mask = hybrid_mask(query, key, 0.2, block_size=16, min_budget=0, min_coverage=share)
+    """Up to 180 blocks in a query block; six halvings of the threshold reach the share of one in 161, then all stay."""
+    query, key = torch.zeros(1, 1, 2880, 16), torch.zeros(1, 1, 2880, 16)
+    mask = hybrid_mask(query, key, 0.01, block_size=16, min_budget=0, min_coverage=share)
     keep = mask.to_dense()[0, 0].bool()
-    for row in range(8, 63):
-        number = math.ceil(share * (row + 1) - 1 / 64)
+    for row in range(8, 178):
+        number = math.ceil(share * (row + 1) - 1 / 64) if row < 161 else row + 1
         assert keep[row].nonzero().flatten().tolist() == sorted({0, *range(row + 1 - number, row + 1)})
+
+
+def test_a_query_block_without_a_sampled_row_keeps_no_floor():
+    """Its first row alone would be sampled, and is padding."""
+    query, key, padding = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16), torch.ones(1, 320, dtype=torch.bool)
+    padding[0, 160] = False
+    options = {"block_size": 16, "min_budget": 0, "row_stride": 16, "min_coverage": 0.5, "attention_mask": padding}
+    keep = hybrid_mask(query, key, 0.2, **options).to_dense()[0, 0]
+    assert [keep[row].sum().item() for row in (9, 10, 11)] == [6, 2, 7]
+
+
+@pytest.mark.parametrize("gamma", [0.95, 0.9999, 1.0])
+def test_thresholds_fall_with_the_length_at_every_gamma(gamma):
+    query = torch.zeros(1, 1, 320, 16)
+    problem = cut_into_blocks(attention_inputs(query, query).with_offset(), 16, plain)
+    rule = hybrid_rule()._replace(length=64)
+    found = hybrid.plain.thresholds(problem, problem.as_tensor(gamma, (1,)), hybrid.RULE._replace(length=64))
+    expected = thresholds(visibility(320, 0, torch.ones(320, dtype=torch.bool), None, 16), gamma, rule)
+    torch.testing.assert_close(found.lines[:, 0, 0].tolist(), [expected.key_block, expected.diagonal])
+    torch.testing.assert_close(found.rows[0, 0].tolist(), expected.rows)
 
 
 def test_the_nearest_blocks_of_the_last_rows_reach_eight_times_as_far():

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import json
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.repository import ROOT, SIDE_FOLDERS, python
 
 INDEX = "flexmask"
+INDICES = (INDEX, "integrations.huggingface")
 # a folder or module imports from those before it only
 ORDER = (
     "_torch", "base", "plain", "kernels", "locking", "precision", "compilation", "flex", "export", "plot",
@@ -23,6 +25,11 @@ BELOW: dict[str, set[str]] = {
     "export": {"_torch", "base", "flex", "plain"}, "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
     "plot": {"base"},
 }  # fmt: skip
+# imports of types only that close a circle
+CIRCLES = {
+    ("integrations.huggingface.session", "integrations.huggingface.call"),
+    ("integrations.inspect.page", "integrations.inspect"),
+}
 
 
 def package_sources() -> dict[str, str]:
@@ -34,6 +41,10 @@ def package_sources() -> dict[str, str]:
             if prefix or parts[0] not in SIDE_FOLDERS:
                 sources[".".join(part for part in parts if part != "__init__") or INDEX] = path.read_text(encoding="utf-8")
     return sources
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def imported(source: str, modules: set[str]) -> Iterator[tuple[str, bool]]:
@@ -48,10 +59,9 @@ def imported(source: str, modules: set[str]) -> Iterator[tuple[str, bool]]:
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
             names = [each if each.removeprefix("flexmask.") in modules else node.module or "" for each in inner]
         yield from ((name.removeprefix("flexmask."), at_import) for name in names if name.partition(".")[0] == INDEX)
-        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):  # names of types only
-            for child in ast.iter_child_nodes(node):
-                yield from visit(child, at_import and not later)
+        later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) or is_for_types(node)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_import and not later)
 
     yield from visit(ast.parse(source), True)
 
@@ -61,8 +71,9 @@ def wrong_imports(sources: dict[str, str]) -> list[str]:
     wrong, graph = [], {}
     for module, source in sources.items():
         found = set(imported(source, set(sources)))
-        # the index loads the adapter when it is asked for
-        graph[module] = {name for name, at_import in found if at_import or module != INDEX} - {module}
+        # the indices load what they name when it is asked for
+        graph[module] = {name for name, at_import in found if at_import or module not in INDICES} - {module}
+        graph[module] -= {target for name, target in CIRCLES if name == module}
         own = module.partition(".")[0]
         if own not in ORDER:
             wrong.append(f"{module} has no place in the order")
@@ -85,10 +96,38 @@ def test_imports_go_downward_only():
     assert not wrong_imports(sources)
 
 
+def test_circles_of_types_are_there():
+    sources = package_sources()
+    for module, target in CIRCLES:
+        assert (target, False) in imported(sources[module], set(sources))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setitem(globals(), "CIRCLES", CIRCLES - {(module, target)})
+            assert wrong_imports(sources), (module, target)
+
+
 def test_the_oracle_imports_nothing_of_ours():
     for path in (ROOT / "tests" / "oracle").glob("*.py"):
         if not path.name.startswith("test_"):
             assert not list(imported(path.read_text(encoding="utf-8"), set())), path.name
+
+
+SHORT = (
+    "import block_masks",
+    "from integrations.vllm import x",
+    ">>> import torch, integrations",
+    "    from block_masks import hybrid",
+)
+FULL = ("from flexmask import METHODS, block_masks", "import flexmask.integrations", "from flexmask.block_masks import METHODS")
+
+
+def test_the_hook_finds_side_folders_by_their_short_name():
+    text = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    pattern = re.search(r"entry: '(.*)'", text)[1]
+    assert all(re.search(pattern, line) for line in SHORT) and not any(re.search(pattern, line) for line in FULL)
+    assert "exclude:" not in text
+    for folder in ("flexmask", "tests", "bench", "docs", *SIDE_FOLDERS):
+        for path in (ROOT / folder).rglob("*.[pm][yd]"):
+            assert not re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE), path
 
 
 # neither needed nor loaded

@@ -127,6 +127,14 @@ def test_numbers_by_head_are_copied_and_compared_with_the_heads():
     assert with_one.for_inputs(attention_inputs(query[:, :2], key)).keeps_all == [False, True]
 
 
+@pytest.mark.parametrize("method", ["hybrid", "flexprefill"])
+def test_only_a_gamma_of_one_keeps_every_block(method):
+    inputs = attention_inputs(torch.zeros(1, 4, 32, 16), torch.zeros(1, 2, 32, 16))
+    by_head = selector_of(method, 128, {"gamma": (1 - 1e-9, 1, 0.99, 1.0)}).for_inputs(inputs)
+    assert by_head.keeps_all == [False, True, False, True]
+    assert selector_of(method, 128, {"gamma": 1 - 1e-9}).for_inputs(inputs).keeps_all == [False] * 4
+
+
 def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():
     expected = selector_of("flexprefill", 64, {"gamma": 0.5, "tau": 0.2})
     half = functools.partial(flexprefill_mask, gamma=0.5, tau=0.7)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from flexmask import flexprefill_mask, hybrid_mask, sparse_attention
+from flexmask import attend, flexprefill_mask, hybrid_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
 from tests.attention_calls import CPP_ERROR, SINKS, flexprefill_attention
@@ -35,6 +35,20 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
             if named == "infllm":  # whose heads decide together
                 rows, of_each = 2 if heads >= 32 else 1, 16
             assert [shape[:2] for shape in without_kernel] == [(rows, of_each)] * (32 // (rows * of_each))
+
+
+def test_one_mask_for_all_heads_has_a_backend_of_its_own_and_no_key_head_s_density(without_kernel, monkeypatch):
+    shared, query, key = [], torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
+    choose = attend.chosen_backend
+    monkeypatch.setattr(
+        attend, "chosen_backend", lambda *given, **named: shared.append("shared" in named) or choose(*given, **named)
+    )
+    for method, expected in (("streaming_llm", [False, True]), ("hybrid", [False])):
+        shared.clear()
+        sparse_attention(query, key, key, method, block_size=16, dense_below=1)
+        assert shared == expected
+    # hybrid keeps all of so few tokens, and runs dense
+    assert without_kernel == [(1, 4, 100, 16)]
 
 
 @pytest.mark.attention

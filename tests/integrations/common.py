@@ -68,6 +68,7 @@ def is_untouched(model, attention="sdpa"):
         and not hasattr(model.config, "flexmask_config")
         and not Session.of(model).scopes
         and not model.base_model._forward_hooks
+        and not model.base_model._forward_hooks_with_kwargs
         and not SWITCHED
     )
 

@@ -55,6 +55,18 @@ def test_layers_without_an_index_are_told_apart(model, tokens):
     assert run.reasons == {0: ["in dense_layers"], 1: ["in dense_layers"]}
 
 
+def test_layers_without_an_index_have_no_layer_s_options_outside_of_a_block(model, tokens):
+    flexmask_hf.register()
+    for layer in model.model.layers:
+        del layer.self_attn.layer_idx
+    logits = []
+    for layers in ({}, {0: {"gamma": 1.0}}):
+        flexmask_hf.configure(model, **SPARSE, layers=layers)
+        model.set_attn_implementation("flexmask")
+        logits.append(model(tokens, use_cache=False).logits)
+    assert torch.equal(*logits)
+
+
 def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):
     options = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     model = made("Gemma4", "TextConfig", **options, global_head_dim=16, sliding_window=64, hidden_size_per_layer_input=8)

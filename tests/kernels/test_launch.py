@@ -1,6 +1,7 @@
 """Launches of kernels: each gives its own result, whatever was launched before."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import jit
 
+from flexmask.kernels import launch
 from flexmask.kernels.launch import kernel
-
-pytestmark = pytest.mark.gpu
 
 
 def add(x, out, length, times, stride, CONSTANT: tl.constexpr):
@@ -28,6 +31,7 @@ def added(run, x, length, times, constant):
     return out
 
 
+@pytest.mark.gpu
 def test_every_launch_gives_its_own_result(cuda):
     run, numbers = kernel(add), torch.arange(100.0, device=cuda)
     views = (numbers, numbers[1:], numbers[::2], numbers[::16], numbers[:1])
@@ -40,12 +44,14 @@ def test_every_launch_gives_its_own_result(cuda):
             torch.testing.assert_close(added(run, given, length, times, constant).double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.gpu
 def test_constants_out_of_order_are_refused(cuda):
     x = torch.ones(4, device=cuda)
     with pytest.raises(TypeError, match=r"in the order \('CONSTANT',\)"):
         kernel(add)[(4,)](x, torch.zeros_like(x), 4, 2, 1, num_warps=1, CONSTANT=3)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not hasattr(triton, "knobs"), reason="hooks have another place before Triton 3.4")
 def test_a_profilers_hook_sees_every_launch(cuda):
     run, x, seen = kernel(add), torch.ones(4, device=cuda), []
@@ -57,3 +63,106 @@ def test_a_profilers_hook_sees_every_launch(cuda):
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(seen.append)
     assert len(seen) == 2
+
+
+class OnGPU(torch.Tensor):
+    """A tensor of the host that says that it is on GPU `number`."""
+
+    is_cuda = True
+    number = 0
+
+    def get_device(self):
+        return self.number
+
+
+class Launches:
+    """In the place of Triton's kernel: what it compiles for is what Triton specializes `add` on; notes what runs."""
+
+    __name__ = "add"
+
+    def __init__(self):
+        self.function = jit.JITFunction(add, do_not_specialize=list(launch._NUMBERS))
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = jit.create_function_from_signature(self.function.signature, self.function.params, backend)
+        self.compiled, self.through_triton, self.ran = 0, 0, []
+
+    def kind(self, *given, **constants):
+        bound, specialization, options = self.bind(*given, debug=False, **constants)
+        return given[0].get_device(), repr(specialization), repr(options), bound["CONSTANT"]
+
+    def __getitem__(self, grid):
+        def compiled(*given, **constants):
+            kind = self.kind(*given, **constants)
+            self.through_triton += 1
+            run = lambda *call: self.ran.append((kind, call))  # noqa: E731
+            return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+
+        return compiled
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A kernel as on a GPU, with `Launches` in the place of Triton's."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip("launches go through this Triton")
+    launches = Launches()
+    monkeypatch.setattr(launch.triton, "jit", lambda function, do_not_specialize: launches.function)
+    monkeypatch.setattr(launch.driver, "_active", SimpleNamespace(get_current_stream=lambda device: f"stream {device}"))
+    run = kernel(add)
+    run.jit = launches
+    return run, launches
+
+
+@pytest.mark.parametrize("by_place", [False, True], ids=["constants by name", "by place"])
+def test_what_runs_was_compiled_for_what_triton_specializes_on(launched, by_place):
+    """From the second launch of a kind on, by Triton's own analysis on the host; no kind is compiled twice."""
+    run, launches = launched
+    memory = torch.zeros(64).as_subclass(OnGPU)
+    elsewhere = torch.zeros(64).as_subclass(OnGPU)
+    elsewhere.number = 1
+    tensors = [memory, memory[1:], memory[2:], memory[4:], memory.to(torch.int32), elsewhere]
+    numbers = (0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62 + 1)
+    calls = [(x, out, length, times, stride) for x in tensors for out in (memory, memory[3:], tensors[4])
+             for length in (1, 2**31) for times in numbers for stride in numbers]  # fmt: skip
+    if by_place:
+        calls = calls[::97]
+    kinds = set()
+    for given, constant, warps in (*((each, 5, 1) for each in calls), *itertools.product(calls[::97], (0, 5, 16), (1, 2))):
+        passed = (*given, constant) if by_place else given
+        options = {"num_warps": warps} if by_place else {"CONSTANT": constant, "num_warps": warps}
+        kind, before = launches.kind(*passed, **options), launches.through_triton
+        run[(7, 3)](*passed, **options)
+        kinds.add(kind)
+        assert launches.through_triton > before or launches.ran[-1] == (
+            kind,
+            (7, 3, 1, f"stream {given[0].get_device()}", "function", "metadata", None, None, None,
+             *[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in given], constant),
+        )  # fmt: skip
+    assert launches.through_triton == len(kinds)
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_constants_and_hosts_take_triton_s_way(launched, hook):
+    run, launches = launched
+    x = torch.zeros(64).as_subclass(OnGPU)
+
+    def launch_it(x):
+        run[(1,)](x, x, 4, 2, 1, CONSTANT=3, num_warps=1)
+        return launches.through_triton, len(launches.ran)
+
+    with pytest.raises(TypeError, match=r"add takes its constants in the order \('CONSTANT',\)"):
+        run[(1,)](x, x, 4, 2, 1, num_warps=1, CONSTANT=3)
+    assert [launch_it(x), launch_it(x)] == [(1, 0), (1, 1)]
+    getattr(triton.knobs.runtime, hook).add(print)
+    try:
+        assert launch_it(x) == (2, 1)
+    finally:
+        getattr(triton.knobs.runtime, hook).remove(print)
+    assert launch_it(x) == (2, 2)
+    on_the_host = torch.zeros(64)
+    assert [launch_it(on_the_host), launch_it(on_the_host)] == [(3, 2), (4, 2)]
+
+
+def test_divisions_round_up_and_powers_of_two_stay():
+    assert [launch.cdiv(number, 4) for number in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    assert [launch.next_power_of_2(number) for number in (1, 2, 3, 4, 5, 256, 257)] == [1, 2, 4, 4, 8, 256, 512]
