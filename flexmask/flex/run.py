@@ -47,7 +47,7 @@ def run_flex_attention(
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
     tiles = None if options is None else tuple(options.items())
     needs_lse = return_lse or (sinks is not None and not on_cpu)
-    of_query = (query.device.type, query.device.index, query.dtype, query.shape[0])
+    of_query = (query.device.type, query.device.index, query.dtype, f"batch {query.shape[0]}")
     run = compiled(_flex_attention, (*numbers, tiles), *of_query, backend, needs_lse, block_mask.mask_mod.__name__)
     out, lse = run(query, key, value, block_mask, scale, softcap, options, needs_lse, sinks if on_cpu else None)
     if lse is not None and lse_factor != 1.0:
