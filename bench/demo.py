@@ -106,7 +106,7 @@ def measure(model: PreTrainedModel, prompt: Prompt, given: dict[str, Any], round
     for method in ("", *METHODS):
         bar.set_description(METHODS.get(method, "dense attention") + (", and compiling" if method == "hybrid" else ""))
         if method == "streaming_llm":
-            options = {"sink_blocks": 1, "window_blocks": window_of(found["hybrid"].density, blocks)}
+            options: dict[str, Any] = {"sink_blocks": 1, "window_blocks": window_of(found["hybrid"].density, blocks)}
         else:
             options = given
         if method:
