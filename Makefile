@@ -1,4 +1,4 @@
-# make demo     a trained model with dense attention and with FlexPrefill, side by side
+# make demo     a trained model reads a prompt with all blocks and with a part of them: answers, density, a picture
 # make help     everything else
 #
 # Every target installs what constraints.txt pins into VENV first, if need be. To use an environment that is already
@@ -34,7 +34,7 @@ help: ## this list
 
 install: $(READY) ## make VENV and install flexmask with what it is developed with
 
-demo: $(READY) ## dense attention, hybrid and the paper's method on a trained model, a line each
+demo: $(READY) ## a trained model's answers with all blocks and with a part of them (one minute of CPU)
 	$(RUN) -m bench.demo $(ARGS)
 
 # One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.

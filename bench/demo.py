@@ -1,4 +1,8 @@
-"""Answers of a trained model after a dense and two sparse prefills: ``python -m bench.demo``, or ``make demo``."""
+"""A trained model reads a prompt with dense attention and with parts of it: ``python -m bench.demo``, or ``make demo``.
+
+Prints the answers, the share of blocks that each method keeps, and a picture of one head's. Times only where they say
+something: on accelerators, of several rounds.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +26,32 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from bench.prompts.captured import MODEL
 from bench.retriever.answers import decode_answers, prefill
 from bench.retriever.task import Prompt, make_prompt
-from flexmask.dense_policy import DENSE_BELOW
+from flexmask.export import to_block_map
 from flexmask.integrations.huggingface import sparse_prefill
+from flexmask.settings import PrefillSettings
 
 MOST_QUESTIONS = 8
-# timed prefills per method, in turns; the fastest counts
-ROUNDS = 2 if torch.get_num_threads() < 4 else 3
-# tokens, on a CPU: torch compiles for all lengths at the second one
-WARM_UP = (1536, 2304)
+# timed prefills per method on accelerators, in turns
+ROUNDS = 5
+# characters of a picture's sides
+PICTURE = 32
 # by method: its name in the table
-METHODS = {"": "dense attention", "hybrid": "hybrid", "flexprefill": "the paper's (flexprefill)"}
+METHODS = {"hybrid": "hybrid", "flexprefill": "the paper's (flexprefill)", "streaming_llm": "a window, as many blocks"}
 # commands to try, each with what it shows
 NEXT = {
     "python -m bench.demo --prompt-tokens 32768 --gamma 0.8": "a longer prompt, and fewer blocks",
-    "python -m flexmask gain PATH_OR_NAME --tokens 32768": "what a model of yours would gain on this machine",
+    "python -m flexmask gain PATH_OR_NAME": "what a model of yours would gain on this machine",
 }
 
 
 @dataclass
 class Measured:
-    """Seconds of the fastest prefill, answers, and density of one kind of attention."""
+    """Answers, density, one head's kept blocks, and seconds of the timed prefills of one kind of attention."""
 
-    seconds: float
     answers: Tensor  # (questions, 4)
-    density: float
+    density: float = 1.0
+    kept: Tensor | None = None  # (q_blocks, kv_blocks), bool
+    seconds: list[float] = field(default_factory=list)
 
 
 def load_model(path: Path, device: str) -> PreTrainedModel:
@@ -60,58 +65,89 @@ def load_model(path: Path, device: str) -> PreTrainedModel:
     return model
 
 
-def attention(model: PreTrainedModel, method: str, **options: Any) -> AbstractContextManager[Any]:
-    """`sparse_prefill` with a method; dense attention if `method` is empty."""
-    return sparse_prefill(model, method, **options) if method else nullcontext()
+def window_of(density: float, num_blocks: int) -> int:
+    """The narrowest window, in blocks, that with one block of sinks keeps at least a share of the causal blocks."""
+    every = num_blocks * (num_blocks + 1) // 2
+    return next(
+        w for w in range(1, num_blocks + 1) if sum(min(row, w + 1) for row in range(1, num_blocks + 1)) >= density * every
+    )
 
 
-def warm_up(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], device: str) -> None:
-    """Compile by short prompts; on CUDA, where the number of blocks decides which kernels run, by the prompt itself."""
-    on_cuda = device.startswith("cuda")
-    for method in filter(None, METHODS):
-        for each in [prompt] if on_cuda else [make_prompt(tokens) for tokens in WARM_UP]:
-            with attention(model, method, **(options if on_cuda else {"dense_below": 0})):
-                prefill(model, each)
+def read_with(model: PreTrainedModel, prompt: Prompt, settings: PrefillSettings | None) -> Measured:
+    """Answers after a dense prefill, or a sparse one with its masks."""
+    if settings is None:
+        return Measured(decode_answers(model, prompt, *prefill(model, prompt)))
+    with sparse_prefill(model, settings=settings, collect_masks=True) as run:
+        answers = decode_answers(model, prompt, *prefill(model, prompt))
+    densities = {layer: calls[0].density.mean(0) for layer, calls in run.stats.items()}  # by head
+    # the head nearest to the mean, in the layer that keeps least
+    layer = min(densities, key=lambda layer: float(densities[layer].mean()))
+    head, mask = int((densities[layer] - densities[layer].mean()).abs().argmin()), run.masks[layer][0]
+    kept = None if mask is None else to_block_map(mask)[0, min(head, mask.shape[1] - 1)].bool().cpu()
+    return Measured(answers, float(torch.stack(list(densities.values())).mean()), kept)
 
 
-def measure(model: PreTrainedModel, prompt: Prompt, options: dict[str, Any], bar: tqdm) -> dict[str, Measured]:
-    """Prefill with every method in turns; answer in the first turn."""
+def seconds_of(model: PreTrainedModel, prompt: Prompt, settings: PrefillSettings | None) -> float:
+    """Seconds of one prefill, from the prompt to the logits on the host."""
+    start = time.perf_counter()
+    if settings is None:
+        prefill(model, prompt)[0].float().cpu()
+    else:
+        with sparse_prefill(model, settings=settings, collect_stats=False):
+            prefill(model, prompt)[0].float().cpu()
+    return time.perf_counter() - start
+
+
+def measure(model: PreTrainedModel, prompt: Prompt, given: dict[str, Any], rounds: int, bar: tqdm) -> dict[str, Measured]:
+    """By method, dense attention under ``""``: a prefill with answers, then timed ones in turns."""
     found: dict[str, Measured] = {}
-    for _ in range(ROUNDS):
-        for method, name in METHODS.items():
-            bar.set_description(f"{name}: prefill")
-            with attention(model, method, **options) as run:
-                start = time.perf_counter()
-                logits, cache = prefill(model, prompt)
-                logits.float().cpu()  # waits for the device
-                seconds = time.perf_counter() - start
-                bar.update()
-                if method in found:
-                    found[method].seconds = min(found[method].seconds, seconds)
-                    continue
-                densities = [calls[0].density.mean() for calls in run.stats.values()] if method else []
-                density = float(torch.stack(densities).mean()) if densities else 1.0
-                bar.set_description(f"{name}: answers")
-                found[method] = Measured(seconds, decode_answers(model, prompt, logits, cache), density)
-                bar.update()
+    settings: dict[str, PrefillSettings | None] = {"": None}
+    blocks = -(-len(prompt.token_ids) // 128)
+    for method in ("", *METHODS):
+        bar.set_description(METHODS.get(method, "dense attention") + (", and compiling" if method == "hybrid" else ""))
+        if method == "streaming_llm":
+            options: dict[str, Any] = {"sink_blocks": 1, "window_blocks": window_of(found["hybrid"].density, blocks)}
+        else:
+            options = given
+        if method:
+            # the answers show the selection at any length
+            settings[method] = PrefillSettings(method=method, dense_below=0, **options)
+        found[method] = read_with(model, prompt, settings[method])
+        bar.update()
+    for _ in range(rounds):
+        for method, each in found.items():
+            each.seconds.append(seconds_of(model, prompt, settings[method]))
+            bar.update()
     return found
 
 
 def line(method: str, each: Measured, dense: Measured, right: Tensor) -> str:
     """One line of the result."""
-    total = len(right)
     correct = int((each.answers == right).all(-1).sum())
-    name = f"{METHODS[method]:<26} prefill {each.seconds:6.2f} s"
-    if not method:
-        return f"{name}   {correct} of {total} answers right"
-    ratio = dense.seconds / each.seconds
-    factor = f"{max(ratio, 1 / ratio):.1f}"
-    speed = "as fast" if factor == "1.0" else f"{factor}x faster" if ratio > 1 else f"{factor}x slower"
-    same = int((each.answers == dense.answers).all(-1).sum())
-    answers = (
-        f"the same {total} answers" if same == total else f"{correct} of {total} answers right, {same} as with dense attention"
-    )
-    return f"{name}   {speed}, {answers}, density {each.density:.0%}"
+    kept = f"{each.density:4.0%} of the blocks" if method else "every block       "
+    parts = [f"{METHODS.get(method, 'dense attention'):<26} {kept}   {correct} of {len(right)} answers right"]
+    if each.seconds:
+        parts.append(f"prefill {min(each.seconds):.3f} to {max(each.seconds):.3f} s")
+        if method:
+            ratios = [whole / own for whole, own in zip(dense.seconds, each.seconds, strict=True)]
+            parts.append(f"{min(ratios):.2f} to {max(ratios):.2f} times as fast")
+    return ", ".join(parts)
+
+
+def picture(kept: Tensor) -> str:
+    """A map of kept blocks, (q_blocks, kv_blocks) bool, in characters: `#` all of a square kept, `+` some, `.` none."""
+    number, side = len(kept), min(PICTURE, len(kept))
+    edges = [number * at // side for at in range(side + 1)]
+    causal = torch.ones(number, number, dtype=torch.bool).tril()
+    rows = []
+    for row in range(side):
+        signs = []
+        for column in range(row + 1):
+            square = slice(edges[row], edges[row + 1]), slice(edges[column], edges[column + 1])
+            held, visible = int((kept[square] & causal[square]).sum()), int(causal[square].sum())
+            signs.append("#" if held == visible else "+" if held else ".")
+        rows.append(" ".join(signs))
+    return "\n".join(f"  {row}" for row in rows)
 
 
 def python() -> str:
@@ -131,15 +167,17 @@ def to_try(executable: str) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; default: 16384 on a CPU, 65536 elsewhere")
+    parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; default: 8192 on a CPU, 65536 elsewhere")
     parser.add_argument("--needles", type=int, default=16, help=f"in the prompt; the first {MOST_QUESTIONS} are asked for")
-    parser.add_argument("--gamma", type=float, help="of both methods; default: their own")
+    parser.add_argument("--gamma", type=float, help="of hybrid and flexprefill; default: their own")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompt")
+    parser.add_argument("--rounds", type=int, help=f"timed prefills of each; default: none on a CPU, {ROUNDS} elsewhere")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the model")
     options = parser.parse_args(arguments)
-    if options.prompt_tokens is None:
-        options.prompt_tokens = 16384 if options.device == "cpu" else 65536
+    on_cpu = options.device == "cpu"
+    options.prompt_tokens = options.prompt_tokens or (8192 if on_cpu else 65536)
+    options.rounds = options.rounds if options.rounds is not None else 0 if on_cpu else ROUNDS
     return options
 
 
@@ -153,18 +191,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     size = f"{model.num_parameters() / 1e6:.1f} million parameters"
     what = f"{options.prompt_tokens:,} tokens with {options.needles} needles in them"
     print(f"A small model ({size}) reads {what} and is asked for {questions}, on {where}.\n", flush=True)
-    if options.prompt_tokens < DENSE_BELOW:
-        print(f"Shorter than {DENSE_BELOW:,} tokens: the sparse prefills run dense (dense_below).\n")
     # advice to users of torch's compiler
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\._inductor")
-    with tqdm(total=1 + (1 + ROUNDS) * len(METHODS), leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
-        bar.set_description("compiling the attention kernel")
-        if options.prompt_tokens >= DENSE_BELOW:
-            warm_up(model, prompt, given, options.device)
-        bar.update()
-        found = measure(model, prompt, given, bar)
+    total = (1 + options.rounds) * (1 + len(METHODS))
+    with tqdm(total=total, leave=False, disable=None, bar_format="{l_bar}{bar}| {elapsed}") as bar:
+        found = measure(model, prompt, given, options.rounds, bar)
     for method, each in found.items():
         print(line(method, each, found[""], prompt.answers))
+    kept = found["hybrid"].kept
+    if kept is not None:
+        print("\nWhat hybrid keeps in one head: queries from top to bottom, keys from left to right, # all, + some, . none")
+        print(picture(kept))
     print(f"\n{to_try(python())}")
 
 

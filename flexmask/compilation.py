@@ -43,8 +43,10 @@ def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], varian
 
     @functools.cache
     def compiled_in(state: Hashable) -> Callable[..., Any]:
-        kind = " ".join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))
-        _log.warning("flexmask: compiling %s (%s), once; this takes seconds to a minute", function.__name__, kind)
+        _log.warning(
+            "flexmask: compiling %s, once; this takes seconds to a minute",
+            _what_is_new(function.__name__, numbers, variant, state),
+        )
         copy = types.FunctionType(
             function.__code__.replace(co_name=name), function.__globals__, name, function.__defaults__, function.__closure__
         )
@@ -75,6 +77,25 @@ def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], varian
     return call
 
 
+# by function and words: the sizes and states for which they were said
+_said: dict[str, tuple[set[Hashable], set[Hashable]]] = {}
+
+
+def _what_is_new(name: str, numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...], state: Hashable) -> str:
+    """A compilation in words, which no other one has: where its kind was compiled before, with what differs."""
+    words = f"{name} ({', '.join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))})"
+    if words not in _said:
+        _said[words] = ({numbers}, {state})
+        return words
+    sizes, states = _said[words]
+    new = ["other heads or sizes"] * (numbers not in sizes) + ["another mode (gradients, autocast, threads)"] * (
+        state not in states
+    )
+    sizes.add(numbers)
+    states.add(state)
+    return f"{words} again, for {' and '.join(new) or 'another combination of its sizes and modes'}"
+
+
 def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any) -> Any:
     """Call ``function(inputs, *rest)``, on accelerators compiled per `variant` and kind of inputs; `rest[0]` is block_size."""
     query, key = inputs.query, inputs.key
@@ -85,7 +106,15 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
     numbers = (num_heads, key.shape[1], head_dim, rest[0], inputs.scale, inputs.softcap)
     # a wider window may not fit into the int32 of a symbol
     window = None if inputs.window is None else min(inputs.window, 2**30)
-    properties = (batch == 1, q_len == key.shape[2], *(x is None for x in (window, inputs.offset, inputs.attention_mask, *rest)))
+    # in words, for the log
+    properties = (
+        "one prompt" if batch == 1 else "several prompts",
+        "whole" if q_len == key.shape[2] else "chunks",
+        None if window is None else "a window",
+        None if inputs.offset is None else "an offset",
+        None if inputs.attention_mask is None else "padding",
+        *(x is None for x in rest),
+    )
     run = compiled(function, numbers, *variant, *device, *properties)
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations

@@ -42,6 +42,11 @@ class UnknownOption(TypeError):
         return UnknownOption(self.message, self.option, (*self.names, *names))
 
 
+_OWN_MASK = (
+    " (causality, window= and attention_mask= are known; for a mask_mod of yours pass as method a function that returns a "
+    "BlockMask, which takes and_masks(mask.mask_mod, yours): docs/bring-your-own-kernel.md)"
+)
+
 METHODS: dict[str, Method] = {}
 """The table of methods by name; importing `flexmask.block_masks` fills it"""
 
@@ -83,7 +88,8 @@ class Method:
             names = ", ".join(self.defaults) or "of every mask only"
             others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
             but_of = f", an option of {others}" if others else ""
-            raise UnknownOption(f"method {self.name!r} takes the options {names}; got {unknown[0]!r}{but_of}", unknown[0])
+            hint = _OWN_MASK if unknown[0] in ("attn_mask", "block_mask", "mask_mod", "score_mod") else ""
+            raise UnknownOption(f"method {self.name!r} takes the options {names}; got {unknown[0]!r}{but_of}{hint}", unknown[0])
         by_head = (*self.shares, *self.pairs)
         filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
         for name in self.shares:

@@ -14,7 +14,9 @@ import pandas as pd
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flexmask
-from bench.fidelity import retrieval, smollm, texts
+import flexmask.block_masks
+from bench import demo
+from bench.fidelity import lengths, retrieval, settings, smollm, texts
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
 from bench.prompts.structured import structured_prompt
@@ -98,6 +100,41 @@ def test_needles_are_asked_of_the_retriever(tmp_path):
     assert rows["density"].tolist()[2] == pytest.approx(15 / 36, abs=1e-5) and rows["density"][0] == 1
 
 
+HASH = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "SmolLM2-135M"),
+        (["--model", "models/Qwen2.5-0.5B/"], "Qwen2.5-0.5B"),
+        (["--model", "models/a.Q4_1.gguf"], "a.Q4_1"),
+        (["--model", f"hub/models--owner--Name/snapshots/{HASH}"], "Name"),
+        (["--model", "models/a", "--name", "b"], "b"),
+    ],
+)
+def test_rows_are_named_after_the_models_folder(words, name):
+    assert lengths.parse(["--out", "x.csv", *words]).name == name
+    assert retrieval.parse(["needles", "--out", "x.csv", *words]).name == name
+
+
+@pytest.mark.parametrize("words", [["--model", "/"], ["--model", f"downloads/{HASH}"], ["--model", "a", "--name", " "]])
+def test_rows_without_a_models_name_are_refused(words, capsys):
+    for parse in (lengths.parse, lambda given: retrieval.parse(["needles", *given])):
+        with pytest.raises(SystemExit):
+            parse(["--out", "x.csv", *words])
+        assert "--name must be the model's" in capsys.readouterr().err
+
+
+def test_every_method_of_the_package_has_settings_and_hybrid_its_default():
+    every = {name.removesuffix("_mask") for name in flexmask.block_masks.__all__}
+    assert {*settings.ALL} == every - {"causal"}
+    for shown in (settings.FEW, settings.ALL):
+        named = [str(each) for each in (Setting("hybrid", options) for options in shown["hybrid"]) if each.is_default]
+        assert named == ['hybrid {"gamma": 0.9, "min_coverage": 0.5} (the default)']
+    assert Setting("hybrid", {}).is_default and not Setting("hybrid", {"layers": {"0": {"gamma": 1.0}}}).is_default
+
+
 ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1, "prompt_tokens": 32768, "chunk": None}
 ROW = {**ENGINE, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
 # tests/test_documents.py compares the tables of committed rows
@@ -129,6 +166,47 @@ def test_tables_compare_engines_with_the_stock_ones_for_the_same_prompts(tmp_pat
     ):
         assert line in written
     assert "9.000 s" not in written
+
+
+def test_the_demos_window_keeps_at_least_as_many_blocks():
+    for density in (0.05, 0.36, 1.0):
+        width = demo.window_of(density, 64)
+        query = torch.randn(1, 1, 64 * 16, 16)
+        shares = [
+            1
+            - flexmask.block_masks.streaming_llm_mask(query, query, block_size=16, sink_blocks=1, window_blocks=w).sparsity()
+            / 100
+            for w in (width, max(1, width - 1))
+        ]
+        kept = [share * 64**2 / (64 * 65 / 2) for share in shares]  # sparsity is of the square
+        assert kept[0] >= density - 1e-6 and (width == 1 or kept[1] < density)
+
+
+def test_the_demos_picture_shows_what_is_kept(monkeypatch):
+    monkeypatch.setattr(demo, "PICTURE", 2)
+    keep = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 1, 1, 1]], dtype=torch.bool)
+    assert demo.picture(keep) == "  #\n  + #"
+    assert demo.picture(keep & torch.eye(4, dtype=torch.bool)) == "  +\n  . +"
+
+
+def test_the_demo_prints_the_spread_of_its_times_and_none_without():
+    right = torch.arange(8).view(2, 4)
+    dense, sparse = (
+        demo.Measured(right, seconds=[3.0, 4.0]),
+        demo.Measured(right + torch.tensor([[0], [1]]), 0.25, None, [2.0, 1.0]),
+    )
+    said = demo.line("hybrid", sparse, dense, right)
+    assert said.endswith("25% of the blocks   1 of 2 answers right, prefill 1.000 to 2.000 s, 1.50 to 4.00 times as fast")
+    assert "prefill" not in demo.line("hybrid", demo.Measured(right, 0.25), demo.Measured(right), right)
+    assert demo.parse(["--device", "cpu"]).rounds == 0
+
+
+@pytest.mark.attention
+def test_the_demo_answers_from_the_blocks_that_hybrid_keeps(capsys):
+    demo.main(["--device", "cpu", "--prompt-tokens", "2048", "--needles", "8"])
+    dense, hybrid, _, window = capsys.readouterr().out.splitlines()[2:6]
+    assert "8 of 8 answers right" in dense and "8 of 8 answers right" in hybrid
+    assert "8 of 8" not in window
 
 
 def test_the_committed_model_answers_in_its_vocabulary():

@@ -158,6 +158,11 @@ def test_imports_exist(page):
         import_ours(block.code)
 
 
+def test_pages_that_show_the_example_method_show_the_same_one():
+    shown = {page: block.code for page in CODE for block in blocks(page, "python") if "def best_means_mask" in block.code}
+    assert "block_masks/README.md" in shown and len({*shown.values()}) == 1, [*shown]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in NO_CODE and blocks(page, "", "sh")])
 def test_commands_exist(page):
     """Targets of make, modules of this repository, and commands and options of the program."""

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, block_masks, flexprefill_mask, warmup
+from flexmask import _torch, block_masks, compilation, flexprefill_mask, sparse_attention, warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.block_masks import published_mask
 from tests.attention_calls import CPP_ERROR, flexprefill_attention
@@ -149,6 +149,29 @@ def test_recompilations_that_run_out_raise(counting):
                 flexprefill_attention(query, key, value, **SPARSE, dense_below=0)
         assert torch.equal(flexprefill_attention(*inputs, **SPARSE, dense_below=0), out)
     assert counting.frame_count == 1
+
+
+def test_every_compilation_is_announced_by_what_is_new(caplog, monkeypatch):
+    monkeypatch.setattr(compilation, "_said", {})
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: functools.partial(function))
+
+    def attend(batch, head_dim=16):
+        query, key = torch.randn(batch, 2, 96, head_dim), torch.randn(batch, 1, 96, head_dim)
+        with pytest.raises(RuntimeError, match=r"torch\.compile is switched off"):  # as nothing is compiled
+            sparse_attention(query, key, key, block_size=32, min_budget=0, dense_below=0)
+
+    with caplog.at_level(logging.WARNING, logger="flexmask"):
+        with torch.no_grad():
+            for batch in (1, 2, 3, 2):
+                attend(batch)
+            attend(1, head_dim=32)
+        with torch.enable_grad():
+            attend(1)
+    said = [message for message in caplog.messages if "compiling" in message]
+    assert len({*said}) == len(said) == 5
+    assert [f"batch {number}" in message for number, message in zip((1, 2, 3), said, strict=False)] == [True] * 3
+    assert "again, for other heads or sizes" in said[3] and "again, for another mode (gradients" in said[4]
 
 
 @pytest.mark.attention

@@ -223,3 +223,13 @@ def test_what_is_no_number_stays_for_the_checks():
             hybrid_mask(query, key, gamma=gamma)
     with pytest.raises(TypeError, match="window must be an int; got float"):
         hybrid_mask(query, key, window=np.float32(64))
+
+
+@pytest.mark.parametrize("name", ["mask_mod", "score_mod", "block_mask", "attn_mask"])
+def test_a_mask_of_the_users_is_refused_with_the_way_to_pass_it(name):
+    query = torch.zeros(1, 2, 64, 16)
+    with pytest.raises(TypeError, match=rf"got '{name}' .*pass as method a function that returns a BlockMask.*and_masks"):
+        sparse_attention(query, query, query, **{name: None})
+    with pytest.raises(TypeError) as other:
+        sparse_attention(query, query, query, gama=0.9)
+    assert "and_masks" not in str(other.value)

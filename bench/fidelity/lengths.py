@@ -101,9 +101,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, help="prefill in chunks of so many tokens, a multiple of 128")
     parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement after that (60)")
     settings.add_arguments(parser)
-    parser.add_argument("--name", default=smollm.NAME, help=f"the model's in the rows ({smollm.NAME})")
+    parser.add_argument("--name", help=f"the model's in the rows; none: that of --model's folder, {smollm.NAME} without --model")
     smollm.add_arguments(parser, yarn=8.0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.name = options.name if options.name is not None else smollm.name_of(options.model)
+    if not options.name.strip():
+        parser.error(f"--name must be the model's in the rows, as {options.model} says none")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.fidelity import settings
+from bench.fidelity import settings, smollm
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
 from bench.prompts.captured import MODEL as RETRIEVER
@@ -67,7 +67,8 @@ def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Nam
     stop, device = time.monotonic() + 60 * options.minutes, model.model.device
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     for tokens, task in itertools.product(options.lengths, options.tasks):
-        cell = {"bed": options.bed, "task": task, "tokens": tokens, "chunk": options.chunk, "first": options.first}
+        bed = options.bed if options.model is None else f"{options.bed}, {options.name}"
+        cell = {"bed": bed, "task": task, "tokens": tokens, "chunk": options.chunk, "first": options.first}
         drawn: list[Prompts] = []
         for setting in (DENSE, *chosen):
             if sheet.has(**cell, method=setting.method, options=setting.options):
@@ -99,12 +100,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=24, help="of each task and length (24)")
     parser.add_argument("--first", type=int, default=0, help="number of the first prompt (0)")
     parser.add_argument("--chunk", type=int, help="prefill in chunks of so many tokens, a multiple of 128")
-    parser.add_argument("--model", type=Path, help="folder of another model for the bed")
+    parser.add_argument("--model", type=Path, help="folder of another model for the bed, whose name the rows have beside it")
+    parser.add_argument("--name", help="of --model in the rows; none: that of its folder")
     parser.add_argument("--minutes", type=float, default=60.0, help="no new measurement after that (60)")
     settings.add_arguments(parser)
     options = parser.parse_args(arguments)
     if options.prompts < 1 or options.first < 0:
         parser.error(f"--prompts must be at least 1 and --first at least 0; got {options.prompts} and {options.first}")
+    options.name = options.name if options.name is not None else smollm.name_of(options.model)
+    if not options.name.strip():
+        parser.error(f"--name must be the model's in the rows, as {options.model} says none")
     options.lengths = [int(length) for length in options.lengths.split(",")]
     options.tasks = options.tasks.split(",") if options.tasks else NEEDLES if options.bed == "needles" else TASKS
     return options

@@ -20,7 +20,13 @@ class Setting(NamedTuple):
     options: Options
 
     def __str__(self) -> str:
-        return f"{self.method} {json.dumps(self.options, sort_keys=True)}"
+        return f"{self.method} {json.dumps(self.options, sort_keys=True)}{' (the default)' if self.is_default else ''}"
+
+    @property
+    def is_default(self) -> bool:
+        """True for what a user gets who names the method only, whatever `options` spell out."""
+        own = METHODS[self.method].checked(128, {}) if self.method in METHODS else None
+        return own is not None and "layers" not in self.options and vars(self.selector()) == vars(own)
 
     def selector(self, layer: int = 0) -> Selector:
         """The checked method with a layer's options."""
@@ -34,9 +40,12 @@ def by(option: str, *values: Any, **shared: Any) -> list[Options]:
     return [{option: value, **shared} for value in values]
 
 
+# what `sparse_prefill(model)` runs; the other settings of hybrid have no floor, as the rows of the tables
+DEFAULT: list[Options] = [{"gamma": 0.9, "min_coverage": 0.5}]
+
 # for comparisons of lengths: densities overlap
 FEW: dict[str, list[Options]] = {
-    "hybrid": by("gamma", 0.85, 0.9, 0.95, min_coverage=0.0),
+    "hybrid": by("gamma", 0.85, 0.9, 0.95, min_coverage=0.0) + DEFAULT,
     "flexprefill": by("gamma", 0.8, 0.9, 0.95),
     "published": by("gamma", 0.9, 0.95, 0.98),
     "xattention": by("threshold", 0.7, 0.8, 0.9),
@@ -45,7 +54,7 @@ FEW: dict[str, list[Options]] = {
 }
 # whole curves
 ALL: dict[str, list[Options]] = {
-    "hybrid": by("gamma", 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, min_coverage=0.0),
+    "hybrid": by("gamma", 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.95, 0.97, 0.98, min_coverage=0.0) + DEFAULT,
     "flexprefill": by("gamma", 0.6, 0.7, 0.8, 0.9, 0.95, 0.98),
     "published": by("gamma", 0.8, 0.9, 0.95, 0.98, 0.99),
     "xattention": by("threshold", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.97),
@@ -53,6 +62,7 @@ ALL: dict[str, list[Options]] = {
     "sparge": by("topk", 0.1, 0.2, 0.3, 0.5, similarity_threshold=-0.1),
     "hip": by("topk_blocks", 4, 8, 16, 32),
     "infllm": by("topk_blocks", 8, 16, 32, 64),
+    # plans of nobody's search: the same for every head and model
     "minference": by("plan", [100, 800], [500, 3000], [1000, 6096]),
     "vertical_slash": by("vertical_size", 1024, slash_size=1024)
     + by("vertical_size", 2048, slash_size=2048)
@@ -60,6 +70,8 @@ ALL: dict[str, list[Options]] = {
     "streaming_llm": by("window_blocks", 8, 16, 32, 64, sink_blocks=1),
     "lm_infinite": by("local_tokens", 2048, 4096, 8192),
     "tri_shape": by("window_blocks", 8, 16, 32, 64),
+    # the stand-in plan, which says nothing about MoA
+    "moa": [{"sink_blocks": 1}],
     "oracle": by("gamma", 0.8, 0.85, 0.9, 0.95),
 }
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,16 @@ def packaged() -> Path:
     if found is None or found.origin is None:
         raise ModuleNotFoundError('SmolLM2 is not installed: pip install -c constraints.txt -e ".[fidelity]"')
     return Path(found.origin).parent / FILE_NAME
+
+
+def name_of(path: Path | None) -> str:
+    """A model's name in rows: its folder's or file's, of the hub's cache the model's; empty where that is none, as a hash is."""
+    if path is None:
+        return NAME
+    path = path.expanduser().resolve()
+    cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
+    name = cached[-1] if cached else path.stem if path.suffix == ".gguf" else path.name
+    return "" if re.fullmatch(r"[0-9a-f]{32,}", name) else name
 
 
 def load(path: Path, yarn_factor: float = 2.0, dtype: torch.dtype = torch.float32) -> Any:

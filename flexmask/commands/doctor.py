@@ -65,7 +65,7 @@ def doctor(
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
         with common.errors("--model"):
             plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
-        about["tokenizer"] = tokenizer_problem(model, config)
+        about["tokenizer"] = tokenizer_problem(str(model), config)
         document["model"], document["layers"] = about, [layer._asdict() for layer in plan]
         _show_layers(output, about, plan)
         bad = bad or about["refused"] is not None or any(layer.plan == "refused" for layer in plan)

@@ -158,6 +158,9 @@ def _notes(document: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str
         notes.append("Your text decides the density: --prompt FILE measures it, and the error, with the model's weights.")
     notes.append("Times are medians of three runs of each, in turns.")
     share = min(row.get("timed_share_of_heads", 1.0) for row in rows)
+    layers_timed = min(row.get("timed_share_of_layers", 1.0) for row in rows)
+    if layers_timed < 1:
+        notes.append(f"A CPU would need long: {layers_timed:.0%} of the layers were timed, and the seconds scaled up.")
     if share < 1:
         notes.append(f"Dense attention is slow here: {share:.0%} of the heads were timed, and the seconds scaled up.")
     return notes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from flexmask.base.inputs import SparseInputs
 from flexmask.commands import gain_times
 from flexmask.commands.gain_times import seconds_in_turns, wait
 from flexmask.commands.loading import remark_if_short
@@ -31,6 +34,7 @@ from flexmask.settings import Named, PrefillSettings
 # experts per token, and all experts
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MOST_SECONDS = 600.0  # of a prompt's prefills on a CPU, if they can be so short
 _AT_ONCE = 256  # log-probabilities at a time in float32
 
 
@@ -65,8 +69,8 @@ def of_prompt(
     settings = _settings_of(model.config, chosen)
     remark_if_short(output, settings, ids.shape[1])
     ids = ids.to(model.device)
-    with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance:
-        measured = _prompt_gain(model, ids, settings, advance)
+    with output.progress(f"three prefills of {ids.shape[1]:,} tokens") as advance, _by_layer(model, 3, advance):
+        measured = _prompt_gain(model, ids, settings, output)
     answers = {}
     if new_tokens:
         with output.progress(f"two answers of {new_tokens:,} tokens"):
@@ -109,31 +113,65 @@ def weights_per_token(config: Any) -> int:
     return int(number)
 
 
+@contextmanager
+def _by_layer(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
+    """Advance at each layer of so many prefills."""
+    layers = [module for module in model.modules() if getattr(module, "layer_idx", None) is not None]
+    done, total = 0, prefills * len(layers)
+
+    def count(*_: Any) -> None:
+        nonlocal done
+        done += 1
+        advance(min(done, total), total)
+
+    handles = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @torch.no_grad()
-def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, progress: Advance) -> dict[str, Any]:
+def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, output: Output) -> dict[str, Any]:
     """Three prefills: sparse, dense, and one that times each layer both ways; one if every layer runs dense."""
+    start = time.perf_counter()
     with sparse_prefill(model, settings=settings) as run:
         sparse = _log_probs(model, ids)
-    progress(1, 3)
+    sparse_seconds = time.perf_counter() - start
     summary = run.summary()
     plans = ("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
     row = _row(ids.shape[1], plans, (reason for layer in summary.layers for reason in sorted(layer.reasons)))
     measured = {"lengths": [row], "low_heads": summary.warning, "error": None}
     if not row["layers"].get("sparse"):
         return measured
+    # as if dense were no slower: a dense prefill, and every call of both kinds three times
+    _remark_wait(output, "The first of three prefills", sparse_seconds, 8 * sparse_seconds, model.device)
+    start = time.perf_counter()
     dense = _log_probs(model, ids)
-    progress(2, 3)
-    timed = _Timed(model.device)
+    dense_seconds = time.perf_counter() - start
+    timing, left = 4 * sparse_seconds + 3 * dense_seconds, _MOST_SECONDS - sparse_seconds - 2 * dense_seconds
+    every = min(row["layers"]["sparse"], max(1, math.ceil(timing / max(left, 1e-9)))) if model.device.type == "cpu" else 1
+    if every > 1:
+        output.remark(f"That is long: of every {every} alike layers the first is timed, and seconds are scaled up.")
+    timed = _Timed(model.device, every)
     start = time.perf_counter()
     with opened(model, PrefillRun(settings, collect_stats=False), timed):
         logits_of(model, ids[0], torch.tensor([ids.shape[1] - 1], device=ids.device))
     wait(model.device)
     rest = max(0.0, time.perf_counter() - start - timed.spent)
-    progress(3, 3)
-    timed.times.density[:] = summary.density
-    row |= timed.times.document(rest)
+    times = timed.times()
+    times.density[:] = summary.density
+    row |= {**times.document(rest), "timed_share_of_layers": times.share}
     losses = {"loss_dense": -float(dense.mean()), "loss_sparse": -float(sparse.mean())}
     return {**measured, "error": {"tokens": len(dense), "log_prob_change": float((sparse - dense).abs().mean()), **losses}}
+
+
+def _remark_wait(output: Output, what: str, seconds: float, left: float, device: torch.device) -> None:
+    """Remark what a wait of more than half a minute is expected to be."""
+    if left > 30:
+        left = min(left, _MOST_SECONDS) if device.type == "cpu" else left
+        output.remark(f"{what} took {seconds:,.0f} s (the first compiles); the others take about {math.ceil(left / 60)} min.")
 
 
 @torch.no_grad()
@@ -148,33 +186,51 @@ def _answers(model: Any, tokenizer: Any, ids: Tensor, settings: PrefillSettings,
 
 
 class _Timed:
-    """Serves a prefill, and times flexmask's call and the fastest dense kernel in every attention call."""
+    """Serves a prefill, and times flexmask's call and the fastest dense kernel in one of `every` alike attention calls."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.times, self.spent, self._device = gain_times.Times(1), 0.0, device
-        self._kernels: dict[Any, str] = {}
+    def __init__(self, device: torch.device, every: int = 1) -> None:
+        self.spent, self._device, self._every = 0.0, device, every
+        # by kind of call: its times, its calls, and those that were timed
+        self._kinds: dict[Any, tuple[gain_times.Times, list[int]]] = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
         wait(self._device)
         start, out = time.perf_counter(), call.output()
-        inputs = call.inputs.prepared()
-        if call.reason_dense() is not None:
-            (dense,) = seconds_in_turns([call.output], self._device, warm_up=False)
-            whole, selection = dense, np.zeros(gain_times.ROUNDS)
-        else:
-            shape = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window)
-            first = shape not in self._kernels
-            if first:
-                self._kernels[shape] = gain_times.fastest_dense(inputs)
-            kernel = self._kernels[shape]
-            self.times.kernels.add(kernel)
-            select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
-            calls: list[Callable[[], Any]] = [call.output, gain_times.dense_calls(inputs)[kernel], select]
-            whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
-        self.times.add(dense, selection, np.maximum(0.0, whole - selection))
+        inputs, is_dense = call.inputs.prepared(), call.reason_dense() is not None
+        kind = (*inputs.query.shape[1:], inputs.key.shape[1], inputs.window, is_dense)
+        times, numbers = self._kinds.setdefault(kind, (gain_times.Times(1), [0, 0]))
+        if numbers[0] % self._every == 0:
+            self._time(call, inputs, times, is_dense)
+            numbers[1] += 1
+        numbers[0] += 1
         wait(self._device)
         self.spent += time.perf_counter() - start
         return out
+
+    def _time(self, call: PrefillCall, inputs: SparseInputs, times: gain_times.Times, is_dense: bool) -> None:
+        if is_dense:
+            (dense,) = seconds_in_turns([call.output], self._device, warm_up=False)
+            times.add(dense, np.zeros(gain_times.ROUNDS), dense[None])
+            return
+        first = not times.kernels
+        if first:
+            times.kernels.add(gain_times.fastest_dense(inputs))
+        (kernel,) = times.kernels
+        select = partial(gain_times.select_all, inputs, call.selector.for_inputs(inputs), call.settings.max_mask_bytes)
+        calls: list[Callable[[], Any]] = [call.output, gain_times.dense_calls(inputs)[kernel], select]
+        whole, dense, selection = seconds_in_turns(calls, self._device, warm_up=first)
+        times.add(dense, selection, np.maximum(0.0, whole - selection)[None])
+
+    def times(self) -> gain_times.Times:
+        """Times of all calls; `share` is that of the calls that were timed."""
+        whole, calls, timed = gain_times.Times(1), 0, 0
+        for times, (of_kind, measured) in self._kinds.values():
+            factor = of_kind / measured
+            whole.add(factor * times.dense, factor * times.selection, factor * times.attention)
+            whole.kernels |= times.kernels
+            calls, timed = calls + of_kind, timed + measured
+        whole.share = timed / max(calls, 1)
+        return whole
 
 
 def _log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:

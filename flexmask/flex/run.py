@@ -50,16 +50,9 @@ def run_flex_attention(
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
     tiles = None if options is None else tuple(options.items())
     needs_lse = return_lse or (sinks is not None and not on_cpu)
-    of_query = (query.device.type, query.device.index, query.dtype, query.shape[0])
-    run = compiled(
-        _flex_attention,
-        (*numbers, tiles),
-        *of_query,
-        backend,
-        needs_lse,
-        block_mask.mask_mod.__name__,
-        on_cpu and sinks is not None,
-    )
+    of_query = (query.device.type, query.device.index, query.dtype, f"batch {query.shape[0]}")
+    has_sinks = on_cpu and sinks is not None
+    run = compiled(_flex_attention, (*numbers, tiles), *of_query, backend, needs_lse, block_mask.mask_mod.__name__, has_sinks)
     out, lse = run(query, key, value, block_mask, scale, softcap, options, needs_lse, ends, sinks if on_cpu else None)
     if lse is not None and lse_factor != 1.0:
         lse = lse * lse_factor

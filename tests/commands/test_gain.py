@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 
 import flexmask.commands.gain as command
 from flexmask import sparse_prefill
+from flexmask.commands import gain_model
 from flexmask.commands.gain_model import weights_per_token
 from flexmask.commands.gain_times import Times, random_times
 from flexmask.commands.loading import prompt_ids
@@ -75,6 +76,48 @@ def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
     assert error["log_prob_change"] > 1e-4
     assert error["loss_dense"] == pytest.approx(-float(dense.mean()), rel=1e-4)
     assert error["loss_sparse"] - error["loss_dense"] == pytest.approx(-float(change.mean()), abs=1e-5)
+
+
+@pytest.mark.attention
+def test_where_a_cpu_would_need_long_some_layers_are_timed_and_scaled_up(flexmask, folder, prompt, monkeypatch):
+    monkeypatch.setattr(gain_model, "_MOST_SECONDS", 0.0)
+    waits = []
+    monkeypatch.setattr(gain_model, "_remark_wait", lambda *given: waits.append(given[1:4]))
+    found = flexmask("gain", folder, "--prompt", prompt, *SPARSE, "--gamma", ".6", "--json")
+    (row,) = found.json["lengths"]
+    assert row["timed_share_of_layers"] == 0.5 and row["layers"] == {"sparse": 2}
+    check_times(row)
+    assert "alike layers the first is timed, and seconds are scaled up" in found.stderr
+    ((what, seconds, left),) = waits
+    assert what == "The first of three prefills" and left == 8 * seconds > 0
+
+
+def test_timed_calls_stand_for_those_like_them():
+    timed = gain_model._Timed(torch.device("cpu"), every=2)
+    some, others = Times(1), Times(1)
+    some.add(*(torch.full((3,), seconds).numpy() for seconds in (4.0, 1.0, 2.0)))
+    others.add(*(torch.full((3,), seconds).numpy() for seconds in (1.0, 0.0, 1.0)))
+    timed._kinds = {"some": (some, [4, 2]), "others": (others, [1, 1])}
+    whole = timed.times()
+    assert (whole.dense[0], whole.selection[0], whole.attention[0, 0], whole.share) == (9.0, 2.0, 5.0, 0.6)
+
+
+def test_a_long_wait_is_foretold_and_progress_goes_by_layer(folder, capsys):
+    output, cpu = Output(), torch.device("cpu")
+    gain_model._remark_wait(output, "The first of three prefills", 50.0, 400.0, cpu)
+    gain_model._remark_wait(output, "The first of three prefills", 3.0, 24.0, cpu)
+    gain_model._remark_wait(output, "The first of three prefills", 200.0, 1600.0, cpu)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "The first of three prefills took 50 s (the first compiles); the others take about 7 min."
+    assert len(said) == 2 and "about 10 min" in said[1]
+    model, steps = AutoModelForCausalLM.from_pretrained(folder), []
+    with torch.no_grad(), gain_model._by_layer(model, 2, lambda *step: steps.append(step)):
+        for _ in range(2):
+            model(torch.arange(20)[None])
+    total = len(steps)
+    assert total >= 4 and steps == [(number, total) for number in range(1, total + 1)]
+    model(torch.arange(20)[None])
+    assert len(steps) == total  # the hooks are gone
 
 
 def test_short_lengths_gain_nothing_and_are_not_timed(flexmask, folder, config, prompt):
