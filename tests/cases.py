@@ -190,7 +190,7 @@ BY_HEAD_ONLY = 1.0
 DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "tau": st.sampled_from([0.0, 0.05, 0.1, 0.3, 0.6, 1.0]), "query_aware": st.sampled_from(["flatten", "per_query"]),
     "pattern_queries": st.sampled_from(["last", "middle"]), "index_queries": st.sampled_from(["last", "middle"]),
-    "min_coverage": st.sampled_from([0.0, 0.29, 0.57, 0.83]),
+    "min_coverage": st.sampled_from([0.0, 0.29, 0.57, 0.83]), "last_rows_dense": st.booleans(),
 }  # fmt: skip
 
 

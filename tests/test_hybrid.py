@@ -1,21 +1,36 @@
 """method="hybrid": plain code against the oracle; its thresholds."""
 
+import contextlib
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from flexmask import hybrid_mask, plain
+from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import hybrid
-from tests.cases import Case, Config, cases, hybrid_length, hybrid_rule, sparse_cases
+from tests.cases import Case, Config, by_kernels, cases, hybrid_length, hybrid_rule, sparse_cases, structured_inputs
 from tests.comparisons import compare_drawn
 from tests.compile_support import cut, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.oracle.hybrid import Rule, thresholds
 from tests.oracle.visibility import visibility
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available() or not HAS_TRITON, reason="needs Triton's interpreter")
+# by what decides them: query rows, the dense query blocks, and the call's geometry
+LAST_BLOCKS: dict[str, Any] = {
+    "whole blocks": (192, [11], {}),
+    "a last block of 8": (200, [11, 12], {}),
+    "a chunk inside of a block": (120, [6, 7], {"q_offset": 70}),
+    "right padding": (200, [8], {"attention_mask": torch.arange(200)[None] < 144}),
+    "left padding": (200, [11, 12], {"attention_mask": torch.arange(200)[None] >= 60}),
+    "holes": (200, [9, 11, 12], {"attention_mask": (torch.arange(200)[None] < 156) | (torch.arange(200)[None] >= 190)}),
+    "a window": (200, [11, 12], {"window": 140}),
+}
 
 
 def test_equals_the_oracle():
@@ -52,7 +67,8 @@ def test_what_one_of_the_last_rows_attends_to_is_kept_where_they_stand():
     key[..., 16:32, 0] = key[..., 32:48, 1] = 1
     query[..., 0] = 60
     query[..., 317, :2] = torch.tensor([0.0, 60.0])
-    keep = Case(query, key, Config(0.9, method="hybrid", block_size=16, min_budget=0, row_stride=16)).search().keep[0, 0]
+    options = {"block_size": 16, "min_budget": 0, "row_stride": 16, "last_rows_dense": False}
+    keep = Case(query, key, Config(0.9, method="hybrid", **options)).search().keep[0, 0]
     assert keep[19, 2] and not keep[5:19, 2].any() and keep[1:, 1].all() and not keep[6:, 3:5].any()
 
 
@@ -97,10 +113,30 @@ def test_thresholds_fall_with_the_length_at_every_gamma(gamma):
 
 
 def test_the_nearest_blocks_of_the_last_rows_reach_eight_times_as_far():
+
+
+def test_the_nearest_blocks_of_last_rows_that_are_not_dense_reach_eight_times_as_far():
     """Of even attention, in which no block passes a threshold; also where `min_budget` exceeds every prompt."""
     query, key = torch.zeros(1, 1, 256, 16), torch.zeros(1, 1, 256, 16)
-    options = {"block_size": 16, "min_coverage": 0.0}
+    options = {"block_size": 16, "min_coverage": 0.0, "last_rows_dense": False}
     keep = hybrid_mask(query, key, 0.01, min_budget=16, **options).to_dense()[0, 0]
     assert [keep[row].nonzero().flatten().tolist() for row in (12, 15)] == [[0, 12], [0, *range(8, 16)]]
     everything = hybrid_mask(query, key, 0.01, min_budget=2**62, **options).to_dense()[0, 0]
     assert torch.equal(everything.bool(), torch.ones(16, 16, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize(
+    "by", [contextlib.nullcontext, pytest.param(by_kernels, marks=interpreted)], ids=["plain steps", "kernels"]
+)
+@pytest.mark.parametrize("geometry", LAST_BLOCKS.values(), ids=LAST_BLOCKS)
+def test_query_blocks_of_the_last_rows_keep_what_they_see_and_others_what_they_kept(geometry, by):
+    tokens, dense, given = geometry
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 2, 1, tokens, 200, 32, sharpness=5.0)
+    options = {"block_size": 16, "min_budget": 0, "min_coverage": 0.3, **given}
+    seen = hybrid_mask(query, key, 1.0, **options).to_dense().bool()
+    with by():
+        sparse, found = (hybrid_mask(query, key, 0.3, last_rows_dense=on, **options) for on in (False, True))
+    expected = sparse.to_dense().bool()
+    assert not torch.equal(expected[:, :, dense], seen[:, :, dense])
+    expected[:, :, dense] = seen[:, :, dense]
+    assert torch.equal(found.to_dense().bool(), expected) and (expected.sum((2, 3)) < seen.sum((2, 3))).all()

@@ -180,21 +180,33 @@ RULE_FAULTS = {
     "n for N": other_thresholds(lambda least: least._replace(rows=least.rows * least.rows / least.rows[..., -1:])),
 }
 
+# where the last rows are dense
+DENSE_FAULTS = {
+    "dense last rows by the rule": other_step("kept_blocks", with_argument("nearest", lambda near: (near[0], 4 * near[0]))),
+    "all rows dense": other_step("kept_blocks", with_argument("nearest", lambda near: (near[1], near[1]))),
+    "no residual beside dense rows": RULE_FAULTS["no residual"],
+}
+
 
 @functools.cache
-def hybrid_case():
+def hybrid_case(last_rows_dense):
     """A case in which every clause of the rule decides something, and what the oracle decides."""
     query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 12, 4, 640, 640, 32, sharpness=5.0)
-    case = Case(query, key, Config(0.7, block_size=BLOCK, min_budget=BLOCK, min_coverage=0.8, method="hybrid", row_stride=4))
+    options = {"block_size": BLOCK, "min_budget": BLOCK, "min_coverage": 0.8, "row_stride": 4, "last_rows_dense": last_rows_dense}
+    case = Case(query, key, Config(0.7, method="hybrid", **options))
     expected = case.reference()
     assert not assert_same_blocks(case.search(), expected).any()
     return case, expected
 
 
-@pytest.mark.parametrize("fault", RULE_FAULTS.values(), ids=RULE_FAULTS)
-def test_comparison_with_the_oracle_catches_another_rule(fault, monkeypatch):
+@pytest.mark.parametrize(
+    ("last_rows_dense", "fault"),
+    [*((False, fault) for fault in RULE_FAULTS.values()), *((True, fault) for fault in DENSE_FAULTS.values())],
+    ids=[*RULE_FAULTS, *DENSE_FAULTS],
+)
+def test_comparison_with_the_oracle_catches_another_rule(last_rows_dense, fault, monkeypatch):
     monkeypatch.setattr(hybrid, "RULE", SENSITIVE)
-    case, expected = hybrid_case()
+    case, expected = hybrid_case(last_rows_dense)
     monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_blocks(case.search(), expected)

@@ -74,6 +74,7 @@ REFUSED_BY: dict[str, Refusals] = {
         ({"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
         *refused_values(ValueError, "min_coverage must be in [0, 1]; got {got}", ("min_coverage",), (-0.1, 1.5)),
         *refused_values(TypeError, INTEGER, ("row_stride",), (8.0,)),
+        *refused_values(TypeError, "{name} must be True or False; got {got!r}", ("last_rows_dense",), ("true", 1, 0.0, None)),
         of_another("hybrid", "max_budget", "flexprefill, published"),
     ],
     "causal": refused_values(
@@ -97,6 +98,7 @@ def test_wrong_value_is_refused_by_name(method, options, error, message):
         *(("flexprefill", {"tau": x}) for x in (0, 0.0, 1, 1.0)),
         *(("causal", {"block_size": x}) for x in range(16, 257, 16)),
         *(("hybrid", {"min_budget": x}) for x in (0, 1, 2**63 - 1)),
+        *(("hybrid", {"last_rows_dense": x}) for x in (True, False)),
         ("flexprefill", {"max_budget": 1, "min_budget": 0}),
         ("flexprefill", {"max_budget": 1024}),
         *(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.checks import check_int
+from flexmask.base.checks import check_bool, check_int
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
@@ -23,7 +23,8 @@ RULE = Rule()
 GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
-def _check(*, block_size: int, row_stride: int, **_: Any) -> None:
+def _check(*, block_size: int, row_stride: int, last_rows_dense: object, **_: Any) -> None:
+    check_bool("last_rows_dense", last_rows_dense)
     check_int("row_stride", row_stride)
     if not block_size // 32 <= row_stride or row_stride < 1 or block_size % row_stride != 0:
         raise ValueError(f"row_stride must be a divisor of block_size ({block_size}) and at least a 32nd of it; got {row_stride}")
@@ -53,8 +54,9 @@ def hybrid_mask(
     min_budget: int = 256,
     row_stride: int = 8,
     min_coverage: float = 0.5,
+    last_rows_dense: bool = False,
 ) -> Choice:
-    """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
+    """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows, which are dense.
 
     Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n of its batch row
     in this call, ``n0 = 16384 / block_size`` and ``e = g min(2, n0/N)``; g is ``1 - gamma``, and with gamma above 0.9 and N above
@@ -67,11 +69,12 @@ def hybrid_mask(
       hold it; of the blocks that the last halving adds the nearest, ``ceil(m f - 1/64)`` of these m, where f is the missing part
       over what all m hold; after six halvings every visible block;
     - each key block to which one of the last `block_size` rows gives ``>= e/2`` of its attention;
-    - each block diagonal to which those rows give ``>= e/5`` on average, without those key blocks beyond the nearest blocks;
+    - each block diagonal to which those rows give ``>= e/5`` on average, without those key blocks beyond the nearest ``8 b``;
     - the previous two only where ``R[r, j] >= t[r]/16``, or where r holds one of those rows;
-    - the blocks on its nearest ``ceil(min_budget / block_size)`` block diagonals, eight times as many if it holds one of those
-      rows; each row counts diagonals from its own block, the 0th;
-    - its first visible key block and its diagonal.
+    - the blocks on its nearest ``b = ceil(min_budget / block_size)`` block diagonals, ``8 b`` if it holds one of those rows; each
+      row counts diagonals from its own block, the 0th;
+    - its first visible key block and its diagonal;
+    - with `last_rows_dense`, every visible block if r holds one of those rows.
 
     While it is made, a mask takes up to 10 bytes per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the
     evidence.
@@ -89,6 +92,10 @@ def hybrid_mask(
     min_coverage
         Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours; `docs/design.md` has what it
         adds to the blocks of models): heads that attend evenly keep half. 0 computes nothing.
+    last_rows_dense
+        True if each query block with one of the last `block_size` rows, padding left out, keeps every visible block: one where
+        these end with a block, else two; under padding between them more. In chunks these are the chunk's last rows. Other
+        query blocks keep the same either way. Default False (ours).
 
     Examples
     --------
@@ -110,7 +117,8 @@ def hybrid_mask(
     evidence = steps.row_evidence(problem, row_stride)
     blocks = steps.row_blocks(problem, evidence, least.rows, RULE.lines, min_coverage)
 
-    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, RULE.nearest * nearest))
+    of_last = num_blocks(problem.inputs.key.shape[2], problem.block_size) if last_rows_dense else RULE.nearest * nearest
+    lists, keep = shared.kept_blocks(problem, lines, blocks, last, (nearest, of_last))
     covered: list[Tensor] = []
 
     def row_coverage(keep: Tensor, which: int) -> Tensor:

@@ -31,6 +31,11 @@ def check_int(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
 
 
+def check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {value!r}")
+
+
 def check_real(name: str, value: object) -> None:
     """TypeError or ValueError unless `value` is a finite number."""
     value = plain_number(value)

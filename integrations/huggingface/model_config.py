@@ -56,8 +56,8 @@ def configure(
 ) -> PrefillSettings:
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
 
-    They apply where the model runs with ``attn_implementation="flexmask"``, and in `sparse_prefill` blocks, whose keywords override
-    them one by one. They replace all that was there; without options the defaults do.
+    They apply where the model runs with ``attn_implementation="flexmask"``, and in `sparse_prefill` blocks, whose keywords
+    override them one by one. They replace all that was there; without options the defaults do.
 
     Parameters
     ----------

@@ -75,8 +75,8 @@ _LOOKED_UP: dict[int, ref[_Exit]] = {}  # the latest, by thread
 class sparse_prefill(ContextDecorator):
     """Run a model's prefill sparse inside a ``with`` block, and restore the model afterwards, also after an error.
 
-    Calls `register`; the registered names stay. Only the text model is switched, which has ``config.get_text_config()``; encoders of
-    images and sounds are not. An object can be entered again, also while it is open; each time gives a new run.
+    Calls `register`; the registered names stay. Only the text model is switched, which has ``config.get_text_config()``;
+    encoders of images and sounds are not. An object can be entered again, also while it is open; each time gives a new run.
 
     Blocks on one model may nest or overlap, across threads and asyncio tasks; the model gets its own attention back when the last
     one closes. A call uses the block that its thread or task entered last, else the one entered last of all. The model's config

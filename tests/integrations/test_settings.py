@@ -184,7 +184,8 @@ def test_settings_print_as_they_are_written():
 
 def test_an_unknown_keyword_is_told_all_that_there_are(model):
     message = (
-        "method 'hybrid' takes the options gamma, min_budget, row_stride, min_coverage; got 'gama'; other keywords: method, "
+        "method 'hybrid' takes the options gamma, min_budget, row_stride, min_coverage, last_rows_dense; got 'gama'; "
+        "other keywords: method, "
     )
     with pytest.raises(TypeError, match=f"^{message}.*dense_layers, collect_stats, collect_masks, max_calls$"):
         flexmask_hf.sparse_prefill(model, gama=0.9)

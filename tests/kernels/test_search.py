@@ -94,7 +94,7 @@ CALLS: dict[str, dict[str, Any]] = {
     **{
         f"{method}, a window of more than all tokens": {
             "method": method, "q_len": 76, "kv_len": 96, "batch": 2, "sharpness": 5.0, "scores": {"window": 2**40},
-            "attention_mask": padding(96, ("left", 48), ("left", 5)), "q_offset": torch.tensor([20, 3]),
+            "attention_mask": padding(96, ("left", 48), ("left", 5)), "q_offset": torch.tensor([20, 3]), "last_rows_dense": False,
         }
         for method in ("flexprefill", "hybrid")
     },
@@ -114,7 +114,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "method": "hybrid", "q_len": 650, "kv_len": 700, "heads": (3, 1), "scores": {"window": 640, "softcap": 4.0},
     },
     # more key blocks than a program reads at once
-    "hybrid, a floor of few halvings": {**MANY_BLOCKS, "gamma": (0.5, 0.98), "min_coverage": 0.2},
+    "hybrid, a floor of few halvings": {**MANY_BLOCKS, "gamma": (0.5, 0.98), "min_coverage": 0.2, "last_rows_dense": False},
     "hybrid, a floor of many halvings": {**MANY_BLOCKS, "gamma": (0.3, 0.9), "min_coverage": 0.7},
     "hybrid, padding far from every edge": {
         "method": "hybrid", "q_len": 640, "kv_len": 700, "heads": (2, 1), "attention_mask": padding(700, ("holes", 7)),

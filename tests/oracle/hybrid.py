@@ -45,7 +45,7 @@ class Thresholds(NamedTuple):
 
 def hybrid_selection(
     head: AttentionHead, seen: Visibility, *, gamma: float, min_budget: int, row_stride: int = 8, min_coverage: float = 0.0,
-    rule: Rule,
+    last_rows_dense: bool = False, rule: Rule,
 ) -> ReferenceResult:  # fmt: skip
     """Decide one head."""
     least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
@@ -74,6 +74,8 @@ def hybrid_selection(
     of_lines = {(r, j) for r, j in on_lines if r in deciding or evidence[r, j] >= rule.lines * least.rows[r]}
 
     always = steps.blocks_kept_always(seen) | nearest_blocks(deciding, near, min_blocks, seen)
+    if last_rows_dense:
+        always |= {(r, j) for r in deciding for j in seen.blocks_of(r)}
     mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan

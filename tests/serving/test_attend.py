@@ -21,7 +21,7 @@ from flexmask.integrations.serving.startup import (
 from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
-OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0}
+OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
 # masks of all heads do not fit from some hundred tokens on
 FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
 CPU = torch.device("cpu")
