@@ -101,7 +101,9 @@ def parts_right(tokenizer: Any, row: dict[str, Any], right: Tensor) -> float:
     return sum(found) / len(found)
 
 
-def evaluate(model: Any, tokenizer: Any, row: dict[str, Any], setting: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+def evaluate(
+    model: Any, tokenizer: Any, row: dict[str, Any], setting: dict[str, Any], options: argparse.Namespace
+) -> dict[str, Any]:
     """What one setting makes of one prompt."""
     ids, answer = (
         tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
@@ -119,7 +121,8 @@ def evaluate(model: Any, tokenizer: Any, row: dict[str, Any], setting: dict[str,
         "density": run.summary().density,
     }
     if options.greedy:
-        cache.crop(ids.shape[1])
+        if answer.shape[1] > 1:
+            cache.crop(1 - answer.shape[1])
         text = tokenizer.decode(decode(model, logits, cache, row["new_tokens"])[0], skip_special_tokens=True)
         found["score"] = sum(part.lower() in text.lower() for part in row["answers"]) / len(row["answers"])
         found["text"] = text

@@ -58,7 +58,9 @@ def track(rng: random.Random, size: int) -> Question:
     placed: dict[int, str] = {}
     for chain, value in zip(chains, values, strict=True):
         free = sorted(rng.sample(sorted(set(range(size)) - set(placed)), 5))
-        assigned = [f"VAR {name} = {source}" for name, source in zip(chain, [value, *(f"VAR {each}" for each in chain)], strict=False)]
+        assigned = [
+            f"VAR {name} = {source}" for name, source in zip(chain, [value, *(f"VAR {each}" for each in chain)], strict=False)
+        ]
         placed.update(zip(free, assigned, strict=True))
     evidence = [line for line in placed.values() if line.split()[1] in chains[0]]
     for place, line in placed.items():
@@ -76,7 +78,9 @@ def frequent(rng: random.Random, size: int) -> Question:
     drawn = [word for word, count in zip(top, counts, strict=True) for _ in range(count)]
     drawn += [rest[each % len(rest)] for each in range(size - len(drawn))]
     rng.shuffle(drawn)
-    text = f"Here is a list of invented words.\n\n{' '.join(drawn)}\n\nWhich three words appear most often, the most frequent first?"
+    text = (
+        f"Here is a list of invented words.\n\n{' '.join(drawn)}\n\nWhich three words appear most often, the most frequent first?"
+    )
     return Question(text, "The three words that appear most often are:", " " + ", ".join(top), top)
 
 

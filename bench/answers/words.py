@@ -36,10 +36,16 @@ REMARKS = (
     "It may rain in the mountains tomorrow.",
 )
 CLASSES = {
-    "animal": "a dog,a cat,a horse,a cow,a sheep,a lion,a tiger,a rabbit,a wolf,a bear,an elephant,a monkey,a mouse,a goat".split(","),
+    "animal": "a dog,a cat,a horse,a cow,a sheep,a lion,a tiger,a rabbit,a wolf,a bear,an elephant,a monkey,a mouse,a goat".split(
+        ","
+    ),
     "fruit": "an apple,a banana,a pear,an orange,a lemon,a peach,a plum,a cherry,a grape,a mango,a melon,a fig,a kiwi".split(","),
-    "vehicle": "a car,a truck,a bus,a train,a bicycle,a tram,a ship,a boat,a van,a motorcycle,a taxi,a ferry,a tractor".split(","),
+    "vehicle": "a car,a truck,a bus,a train,a bicycle,a tram,a ship,a boat,a van,a motorcycle,a taxi,a ferry,a tractor".split(
+        ","
+    ),
     "tool": "a hammer,a saw,a drill,a wrench,a screwdriver,a chisel,an axe,a shovel,a rake,a file,pliers,a plane".split(","),
-    "instrument": "a piano,a violin,a guitar,a flute,a trumpet,a cello,a harp,a drum,a clarinet,an oboe,a banjo,a trombone".split(","),
+    "instrument": "a piano,a violin,a guitar,a flute,a trumpet,a cello,a harp,a drum,a clarinet,an oboe,a banjo,a trombone".split(
+        ","
+    ),
     "profession": "a doctor,a teacher,a lawyer,a baker,a nurse,a plumber,a farmer,a judge,a dentist,a pilot,a tailor".split(","),
 }
