@@ -112,9 +112,6 @@ def test_thresholds_fall_with_the_length_at_every_gamma(gamma):
     torch.testing.assert_close(found.rows[0, 0].tolist(), expected.rows)
 
 
-def test_the_nearest_blocks_of_the_last_rows_reach_eight_times_as_far():
-
-
 def test_the_nearest_blocks_of_last_rows_that_are_not_dense_reach_eight_times_as_far():
     """Of even attention, in which no block passes a threshold; also where `min_budget` exceeds every prompt."""
     query, key = torch.zeros(1, 1, 256, 16), torch.zeros(1, 1, 256, 16)

@@ -95,8 +95,8 @@ class sparse_prefill(ContextDecorator):
     max_calls
         Latest prefill calls per layer to keep; ``run.summary()`` counts earlier ones too. Default 512; None for no limit.
     options
-        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. They go one by one over those that `register` got, and
-        both over what `configure` had written into the model's config when the block is entered, else over the defaults.
+        The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. They go one by one over those that `register`
+        got, and both over what `configure` had written into the model's config when the block is entered, else over the defaults.
 
     Returns
     -------
