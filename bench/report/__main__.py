@@ -18,6 +18,7 @@ from bench.report.rows import FOLDER
 ROOT = Path(__file__).parents[2]
 FILLED = (
     "README.md",
+    "docs/try-it.md",
     "docs/options.md",
     "docs/performance.md",
     "bench/FIDELITY.md",
@@ -36,6 +37,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
 FIGURES: dict[str, Callable[..., None]] = {
     "fidelity-by-density": fidelity.draw_by_density,
     "fidelity-trained": partial(fidelity.draw_by_density, length=32768, yarn=1, model=trained.NAME),
+    "gain-and-price": trained.draw_gain_and_price,
     "speed-calls": speed.draw_calls,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
