@@ -37,9 +37,8 @@ class Kept:
 
     def __init__(self, tokens: Sequence[tuple[int, int]], block_size: int) -> None:
         self.block_size = block_size
-        self.columns = sorted(
-            {block for first, end in tokens for block in range(first // block_size, (end - 1) // block_size + 1)}
-        )
+        blocks = (range(first // block_size, (end - 1) // block_size + 1) for first, end in tokens)
+        self.columns = sorted(set().union(*blocks))
 
     def shares(self, masks: Mapping[int, Sequence[BlockMask | None]], length: int, chunk: int) -> dict[str, float]:
         """`kept_last`, of the prompt's last query block, and `kept_rows`, of all that see the blocks: mean over layers and heads.

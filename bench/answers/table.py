@@ -1,9 +1,9 @@
 """Tables of rows, in Markdown: ``python -m bench.answers table ROWS...``.
 
-By task and setting: prompts, the share answered right, what the setting changes in points with its 95% interval, dlp (the change of the
-log-probability of the whole right answer, nats, mean and standard error) and density; all paired by prompt with dense, or with
-``--against`` a setting. *RULER* is the mean over the tasks of RULER that are there; its interval is of a bootstrap over the prompts
-of each task. dlp needs about a tenth of the prompts that a score needs.
+By task and setting: prompts, the share answered right, what the setting changes in points with its 95% interval, dlp (the change
+of the log-probability of the whole right answer, nats, mean and standard error) and density; all paired by prompt with dense, or
+with ``--against`` a setting. *RULER* is the mean over the tasks of RULER that are there; its interval is of a bootstrap over the
+prompts of each task. dlp needs about a tenth of the prompts that a score needs.
 """
 
 from __future__ import annotations
