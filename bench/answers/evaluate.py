@@ -135,7 +135,7 @@ def measure(model: Any, tokenizer: Any, rows: Sequence[Row], options: argparse.N
     settings, chunk = read_settings(options.settings), options.chunk
     known: dict[Any, Any] = {}
     for row in read_rows(options.out):
-        known[(*(row[name] for name in PLACE), row["chunk"], row["setting"])] = row["options"]
+        known[tuple(row[name] for name in (*PLACE, "chunk", "setting"))] = row["options"]
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "CPU"
     same = {"chunk": chunk, "model": options.name or options.model.name, "device": device, "torch": torch.__version__}
     for row in rows:

@@ -24,7 +24,7 @@ def kept_blocks(mask: BlockMask, columns: Tensor) -> Tensor:
     """Whether each query block keeps these key blocks, bool (batch, num_heads, query_blocks, columns)."""
     kept = torch.zeros((*mask.kv_num_blocks.shape, len(columns)), dtype=torch.bool, device=columns.device)
     for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
-        if counts is None:
+        if counts is None or indices is None:
             continue
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         for place, column in enumerate(columns):

@@ -107,17 +107,15 @@ def lines(rows: Iterable[Row], score: str = "exact", against: str = "dense") -> 
     for name in labels:
         tasks = [found[task, name] for task in RULER if (task, name) in found]
         if len(tasks) > 1:
-            changes = [pairs.differences(score) for pairs in tasks]
-            before, after = (np.mean([pairs.mean(of, score) for pairs, of in each]) for each in _sides(tasks))
-            change = points(float(after - before), of_task_means(changes))
+            of_tasks = [pairs.differences(score) for pairs in tasks]
+            before = float(np.mean([pairs.mean(pairs.others, score) for pairs in tasks]))
+            after = float(np.mean([pairs.mean(pairs.ours, score) for pairs in tasks]))
+            prompts = str(sum(len(of_task) for of_task in of_tasks))
+            cells = [f"RULER, {len(tasks)} tasks", name, prompts, f"{100 * before:.1f}", f"{100 * after:.1f}"]
             density = share([row for pairs in tasks for row in pairs.ours], "density")
-            cells = [f"RULER, {len(tasks)} tasks", name, str(sum(map(len, changes))), f"{100 * before:.1f}", f"{100 * after:.1f}"]
-            table.append(f"| {' | '.join([*cells, change, '', density, '', ''])} |")
+            cells += [points(after - before, of_task_means(of_tasks)), "", density, "", ""]
+            table.append(f"| {' | '.join(cells)} |")
     return table
-
-
-def _sides(tasks: Sequence[Pairs]) -> tuple[list[tuple[Pairs, list[Row]]], list[tuple[Pairs, list[Row]]]]:
-    return [(pairs, pairs.others) for pairs in tasks], [(pairs, pairs.ours) for pairs in tasks]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
