@@ -1,19 +1,19 @@
 """Answers behind each selection: ``python -m bench.answers run --model FOLDER --prompts FILE --settings FILE --out ROWS``.
 
-A prompt is prefilled with a setting's selection, whole or in chunks, and the right answer is read behind it by dense attention, as
-decoding would. A row has:
+A prompt is prefilled with a setting's selection, whole or in chunks, and the right answer is read densely behind it, as decoding
+would. A row has:
 
-- `logp`, the log-probability of the whole right answer, in nats. Its difference from dense on the same prompt (*dlp*) needs about a
-  tenth of the prompts that a score needs: a score changes where an answer tips over, a log-probability in every prompt.
+- `logp`, the log-probability of the whole right answer, in nats. Its difference from dense on the same prompt (*dlp*) needs about
+  a tenth of the prompts that a score needs: a score changes where an answer tips over, a log-probability in every prompt.
 - `exact`, true if each token of the answer is the most probable one behind those before it. Greedy decoding then gives exactly
-  this answer, and only then. `parts` is the share of the answer's parts of which that holds, each behind the right ones before it.
+  this answer, and only then. `parts` is the share of the answer's parts of which that holds.
 - `score` with ``--greedy``: the share of the parts that greedy decoding names, which is RULER's score.
 - `density`, the kept share of the causal blocks, mean over layers, heads and chunks; dense layers count as 1.
-- `kept_last` and `kept_rows` with ``--kept``: the kept share of the key blocks that hold the answer's evidence, in the prompt's last
-  row of blocks and in all rows that see them, mean over layers and heads.
+- `kept_last` and `kept_rows` with ``--kept``: the kept share of the key blocks that hold the answer's evidence, in the prompt's
+  last row of blocks and in all rows that see them, mean over layers and heads.
 
-Settings are a list of JSON objects: `name` and the fields of `flexmask.PrefillSettings`, with ``"method_file": "FILE.py:function"``
-for a method of your own. Dense is always measured, once a prompt. The same command resumes.
+Settings are a list of JSON objects: `name` and the fields of `flexmask.PrefillSettings`, with ``"method_file":
+"FILE.py:function"`` for a method of your own. Dense is always measured, once a prompt. The same command resumes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from bench.answers.evidence import Kept, token_spans
 from bench.answers.prompts import read_prompts
 from bench.decoding import CACHE, decode, prefill
-from bench.rows import append_row, read_rows
+from bench.rows import Row, append_row, read_rows
 from flexmask import sparse_prefill
 from flexmask.settings import PrefillSettings
 
@@ -41,7 +41,7 @@ DENSE = {"name": "dense"}
 PLACE = ("task", "length", "seed", "index")
 
 
-def prefill_settings(setting: dict[str, Any]) -> PrefillSettings:
+def prefill_settings(setting: Row) -> PrefillSettings:
     """The settings of an object of the settings file; dense attention of the same kernels without a method or options."""
     fields = {name: value for name, value in setting.items() if name != "name"}
     if not fields:
@@ -60,7 +60,7 @@ def prefill_settings(setting: dict[str, Any]) -> PrefillSettings:
     return PrefillSettings(method=getattr(module, function), **fields)
 
 
-def read_settings(path: Path) -> list[dict[str, Any]]:
+def read_settings(path: Path) -> list[Row]:
     """Settings with dense first; ValueError for names that occur twice."""
     given = [DENSE if each == "dense" else each for each in json.loads(path.read_text(encoding="utf-8"))]
     names = [each["name"] for each in given]
@@ -90,7 +90,7 @@ def read_answer(model: Any, logits: Tensor, cache: Any, answer: Tensor) -> tuple
     return found.gather(1, answer[0, :, None])[:, 0], found.argmax(-1) == answer[0]
 
 
-def parts_right(tokenizer: Any, row: dict[str, Any], right: Tensor) -> float:
+def parts_right(tokenizer: Any, row: Row, right: Tensor) -> float:
     """Share of the answer's parts of which every token is right."""
     text, found, at = row["answer"], [], 0
     for part in row["answers"]:
@@ -101,9 +101,7 @@ def parts_right(tokenizer: Any, row: dict[str, Any], right: Tensor) -> float:
     return sum(found) / len(found)
 
 
-def evaluate(
-    model: Any, tokenizer: Any, row: dict[str, Any], setting: dict[str, Any], options: argparse.Namespace
-) -> dict[str, Any]:
+def evaluate(model: Any, tokenizer: Any, row: Row, setting: Row, options: argparse.Namespace) -> Row:
     """What one setting makes of one prompt."""
     ids, answer = (
         tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
@@ -114,7 +112,7 @@ def evaluate(
     with sparse_prefill(model, settings=prefill_settings(setting), collect_masks=wants_kept, max_calls=None) as run:
         logits, cache = prefill(model, ids, options.chunk)
     log_probs, right = read_answer(model, logits, cache, answer)
-    found: dict[str, Any] = {
+    found: Row = {
         "logp": float(log_probs.sum()),
         "exact": bool(right.all()),
         "parts": parts_right(tokenizer, row, right.cpu()),
@@ -132,12 +130,12 @@ def evaluate(
     return {**found, "tokens": ids.shape[1], "answer_tokens": answer.shape[1], "seconds": round(time.monotonic() - start, 3)}
 
 
-def measure(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+def measure(model: Any, tokenizer: Any, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Add a row for each prompt and setting that the file lacks."""
     settings, chunk = read_settings(options.settings), options.chunk
     known: dict[Any, Any] = {}
     for row in read_rows(options.out):
-        known[(*(row[name] for name in PLACE), row["chunk"], row["setting"])] = row["options"]
+        known[tuple(row[name] for name in (*PLACE, "chunk", "setting"))] = row["options"]
     device = torch.cuda.get_device_name() if model.device.type == "cuda" else "CPU"
     same = {"chunk": chunk, "model": options.name or options.model.name, "device": device, "torch": torch.__version__}
     for row in rows:
@@ -153,11 +151,11 @@ def measure(model: Any, tokenizer: Any, rows: Sequence[dict[str, Any]], options:
         print(f"{row['task']} {row['index']}", flush=True)
 
 
-def chosen(options: argparse.Namespace) -> list[dict[str, Any]]:
+def chosen(options: argparse.Namespace) -> list[Row]:
     """The prompts of the command: of some tasks, the first of each, every n-th of those."""
     rows = read_prompts(options.prompts)
     wanted = options.tasks.split(",") if options.tasks else {row["task"]: 0 for row in rows}
-    first: list[dict[str, Any]] = []
+    first: list[Row] = []
     for task in wanted:
         first += [row for row in rows if row["task"] == task][: options.limit]
     # tasks in turn, so that an early stop has some of each

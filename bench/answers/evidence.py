@@ -24,7 +24,7 @@ def kept_blocks(mask: BlockMask, columns: Tensor) -> Tensor:
     """Whether each query block keeps these key blocks, bool (batch, num_heads, query_blocks, columns)."""
     kept = torch.zeros((*mask.kv_num_blocks.shape, len(columns)), dtype=torch.bool, device=columns.device)
     for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
-        if counts is None:
+        if counts is None or indices is None:
             continue
         listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
         for place, column in enumerate(columns):
@@ -37,9 +37,8 @@ class Kept:
 
     def __init__(self, tokens: Sequence[tuple[int, int]], block_size: int) -> None:
         self.block_size = block_size
-        self.columns = sorted(
-            {block for first, end in tokens for block in range(first // block_size, (end - 1) // block_size + 1)}
-        )
+        blocks = (range(first // block_size, (end - 1) // block_size + 1) for first, end in tokens)
+        self.columns = sorted(set().union(*blocks))
 
     def shares(self, masks: Mapping[int, Sequence[BlockMask | None]], length: int, chunk: int) -> dict[str, float]:
         """`kept_last`, of the prompt's last query block, and `kept_rows`, of all that see the blocks: mean over layers and heads.

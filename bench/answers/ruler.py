@@ -6,6 +6,7 @@ splitter downloads its model. The harness shuffles needles and coded words by a 
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ def documents(task: str, tokenizer: Any, book: str, length: int, count: int, see
     """The harness's documents of one task, at most `length` tokens each with their answers."""
     from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, prepare_niah, vt_utils
 
+    # the harness counts the tokens of a text twice
+    tokenizer = functools.lru_cache(2)(tokenizer)
     random.seed(seed)
     np.random.seed(seed)
     cwe_utils.RNG.seed(seed)
@@ -66,9 +69,10 @@ def questions(task: str, tokenizer: Any, book: str, length: int, count: int, see
 
 
 def whole_answer(task: str, answers: list[str]) -> str:
-    """The answer behind RULER's prefix, as Qwen2.5-Coder writes it: in the order of the text or of the question, frequent words by rank."""
+    """The answer behind RULER's prefix: values in the order of the text or of the question, frequent words by rank."""
     if task == "ruler_vt":
         return " " + " ".join(answers)
     if task == "ruler_cwe":
         return " " + " ".join(f"{number + 1}. {word}" for number, word in enumerate(answers))
-    return " " + listed(answers)
+    # behind "are" of one key the model goes on with a colon
+    return f"{':' if task == 'niah_multivalue' else ''} {listed(answers)}"

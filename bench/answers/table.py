@@ -1,9 +1,9 @@
 """Tables of rows, in Markdown: ``python -m bench.answers table ROWS...``.
 
-By task and setting: prompts, the share answered right, what the setting changes in points with its 95% interval, dlp (the change of the
-log-probability of the whole right answer, nats, mean and standard error) and density; all paired by prompt with dense, or with
-``--against`` a setting. *RULER* is the mean over the tasks of RULER that are there; its interval is of a bootstrap over the prompts
-of each task. dlp needs about a tenth of the prompts that a score needs.
+By task and setting: prompts, the share answered right, what the setting changes in points with its 95% interval, dlp (the change
+of the log-probability of the whole right answer, nats, mean and standard error) and density; all paired by prompt with dense, or
+with ``--against`` a setting. *RULER* is the mean over the tasks of RULER that are there; its interval is of a bootstrap over the
+prompts of each task. dlp needs about a tenth of the prompts that a score needs.
 """
 
 from __future__ import annotations
@@ -107,17 +107,15 @@ def lines(rows: Iterable[Row], score: str = "exact", against: str = "dense") -> 
     for name in labels:
         tasks = [found[task, name] for task in RULER if (task, name) in found]
         if len(tasks) > 1:
-            changes = [pairs.differences(score) for pairs in tasks]
-            before, after = (np.mean([pairs.mean(of, score) for pairs, of in each]) for each in _sides(tasks))
-            change = points(float(after - before), of_task_means(changes))
+            of_tasks = [pairs.differences(score) for pairs in tasks]
+            before = float(np.mean([pairs.mean(pairs.others, score) for pairs in tasks]))
+            after = float(np.mean([pairs.mean(pairs.ours, score) for pairs in tasks]))
+            prompts = str(sum(len(of_task) for of_task in of_tasks))
+            cells = [f"RULER, {len(tasks)} tasks", name, prompts, f"{100 * before:.1f}", f"{100 * after:.1f}"]
             density = share([row for pairs in tasks for row in pairs.ours], "density")
-            cells = [f"RULER, {len(tasks)} tasks", name, str(sum(map(len, changes))), f"{100 * before:.1f}", f"{100 * after:.1f}"]
-            table.append(f"| {' | '.join([*cells, change, '', density, '', ''])} |")
+            cells += [points(after - before, of_task_means(of_tasks)), "", density, "", ""]
+            table.append(f"| {' | '.join(cells)} |")
     return table
-
-
-def _sides(tasks: Sequence[Pairs]) -> tuple[list[tuple[Pairs, list[Row]]], list[tuple[Pairs, list[Row]]]]:
-    return [(pairs, pairs.others) for pairs in tasks], [(pairs, pairs.ours) for pairs in tasks]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

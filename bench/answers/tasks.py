@@ -58,10 +58,8 @@ def track(rng: random.Random, size: int) -> Question:
     placed: dict[int, str] = {}
     for chain, value in zip(chains, values, strict=True):
         free = sorted(rng.sample(sorted(set(range(size)) - set(placed)), 5))
-        assigned = [
-            f"VAR {name} = {source}" for name, source in zip(chain, [value, *(f"VAR {each}" for each in chain)], strict=False)
-        ]
-        placed.update(zip(free, assigned, strict=True))
+        sources = [value, *(f"VAR {each}" for each in chain[:-1])]
+        placed |= {place: f"VAR {name} = {source}" for place, name, source in zip(free, chain, sources, strict=True)}
     evidence = [line for line in placed.values() if line.split()[1] in chains[0]]
     for place, line in placed.items():
         lines[place] = line
@@ -78,9 +76,8 @@ def frequent(rng: random.Random, size: int) -> Question:
     drawn = [word for word, count in zip(top, counts, strict=True) for _ in range(count)]
     drawn += [rest[each % len(rest)] for each in range(size - len(drawn))]
     rng.shuffle(drawn)
-    text = (
-        f"Here is a list of invented words.\n\n{' '.join(drawn)}\n\nWhich three words appear most often, the most frequent first?"
-    )
+    question = "Which three words appear most often, the most frequent first?"
+    text = f"Here is a list of invented words.\n\n{' '.join(drawn)}\n\n{question}"
     return Question(text, "The three words that appear most often are:", " " + ", ".join(top), top)
 
 
@@ -154,7 +151,8 @@ def many_shot(rng: random.Random, size: int) -> Question:
     drawn = [known[each % len(known)] for each in range(size)]
     rng.shuffle(drawn)
     lines = [f"{sentence(word)} Class: {labels[kind]}" for word, kind in drawn]
-    text = f"Learn the classes from these examples.\n\n{chr(10).join(lines)}\n\nWhich class has this one? {sentence(held_out[asked])}"
+    question = f"Which class has this one? {sentence(held_out[asked])}"
+    text = f"Learn the classes from these examples.\n\n{chr(10).join(lines)}\n\n{question}"
     return Question(text, "Class:", f" {labels[asked]}", [labels[asked]])
 
 
