@@ -315,27 +315,29 @@ def named_settings(
     return settings
 
 
-def merged(base: PrefillSettings, named: Named, source: str = "settings") -> PrefillSettings:
-    """`base`, which `source` names, with what a caller names over it: whole settings replace it, keywords one by one.
+def merged(base: PrefillSettings, named: Named, source: str = "") -> PrefillSettings:
+    """`base` with what a caller names over it: whole settings replace it, keywords one by one.
 
-    Raises TypeError or ValueError for wrong keywords, and where some of `base` would be lost without its name: one value for all
-    layers where `base` has the option by layer; another method, while options of the old one are not named again.
+    A named option holds for all layers, and another method comes without the old one's options. Where that drops something of
+    `base` and `source`, its name, is given, raises ValueError. TypeError or ValueError for wrong keywords.
     """
     if isinstance(named, PrefillSettings):
         return named
     if not named:
         return base
     layers = {} if "layers" in named else base.layers
-    for layer, of_layer in layers.items():
-        again = next((name for name in named if name in of_layer), None)
-        if again is not None:
-            raise ValueError(f"{again} cannot override {again} of layer {layer} in {source}; name whole settings instead")
+    kept = {layer: {name: x for name, x in options.items() if name not in named} for layer, options in layers.items()}
+    again = next(((name, layer) for layer, options in layers.items() for name in options if name in named), None)
+    if source and again is not None:
+        raise ValueError(f"{again[0]} cannot override {again[0]} of layer {again[1]} in {source}; name whole settings instead")
+    keywords = {**base.keywords, "layers": {layer: options for layer, options in kept.items() if options}}
     if named.get("method", base.method) != base.method:
         lost = [*(name for name in base.options if name not in named), *(["layers"] if layers else [])]
-        if lost:
+        if source and lost:
             dropped = f"whose {', '.join(lost)} it would drop"
             raise ValueError(f"method cannot override {base.method!r} in {source}, {dropped}; name whole settings instead")
-    return base.with_fields(**named)
+        keywords = {name: x for name, x in keywords.items() if name in FIELDS and name != "layers"}
+    return PrefillSettings(**{**keywords, **named})
 
 
 # for calls without a block, which read the config in every layer; by id of the object in a config, which its entry keeps alive,

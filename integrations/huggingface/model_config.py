@@ -29,11 +29,10 @@ def settings_for(config: Any, named: Named | None = None) -> PrefillSettings:
     """The defaults, those in the config, the process's and the named ones, `merged` in this order."""
     if isinstance(named, PrefillSettings):
         return named
-    base, source = _of_process, "register"
+    base = _of_process
     if not isinstance(base, PrefillSettings):
-        source = f"{CONFIG_KEY} and register" if base else CONFIG_KEY
-        base = merged(configured(config) or PrefillSettings(), base, CONFIG_KEY)
-    return merged(base, named or {}, source)
+        base = merged(configured(config) or PrefillSettings(), base)
+    return merged(base, named or {})
 
 
 def shaped_config(model: PreTrainedModel) -> Any:

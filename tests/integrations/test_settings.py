@@ -153,26 +153,17 @@ def test_keywords_override_what_is_saved_one_by_one(model):
     assert flexmask_hf.configure(model, gamma=0.5) == PrefillSettings(gamma=0.5)
 
 
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"gamma": 0.9}, "gamma cannot override gamma of layer 1 in flexmask_config"),
-        (
-            {"method": "hybrid"},
-            "method cannot override 'flexprefill' in .*, whose tau, min_budget, layers it would drop",
-        ),
-        ({"method": "causal", "layers": {}}, "method cannot override .* whose tau, min_budget it would drop"),
-    ],
-)
-def test_nothing_that_is_saved_is_dropped_unnamed(model, named, message):
-    saved = {"tau": 0.12, "min_budget": 0, "layers": {1: {"gamma": [0.5] * 4}}}
+def test_a_named_option_holds_for_all_layers_and_a_named_method_alone(model):
+    saved = {"tau": 0.12, "min_budget": 0, "layers": {1: {"gamma": [0.5] * 4, "tau": 0.2}}, "dense_layers": [0]}
     flexmask_hf.configure(model, "flexprefill", **saved)
-    for use in (flexmask_hf.sparse_prefill, lambda model, **named: layer_plan(model.config, **named)):
-        with pytest.raises(ValueError, match=f"^{message}; name whole settings instead$"):
-            use(model, **named)
-    again = {"layers": {}, "tau": 0.1, "min_budget": 64, "gamma": 0.5}
-    with flexmask_hf.sparse_prefill(model, "flexprefill", **again) as run:
-        assert run.settings == PrefillSettings("flexprefill", **again)
+    expected = {
+        "gamma": ({"gamma": 0.9}, PrefillSettings("flexprefill", **{**saved, "layers": {1: {"tau": 0.2}}}, gamma=0.9)),
+        "method": ({"method": "hybrid"}, PrefillSettings("hybrid", dense_layers=[0])),
+    }
+    for named, settings in expected.values():
+        with flexmask_hf.sparse_prefill(model, **named) as run:
+            assert run.settings == settings
+        assert len(layer_plan(model.config, **named)) == 2
 
 
 def test_settings_print_as_they_are_written():
