@@ -76,7 +76,7 @@ def test_docstring_states_the_defaults_and_the_difference(name):
         if "As in `flexprefill_mask`" in entry:
             assert default == METHODS["flexprefill"].defaults[option]
             continue
-        number = r"[Dd]efault\s+(\([^)]*\)|-?\d+(?:\.\d+)?|None|True)"
+        number = r"[Dd]efault\s+(\([^)]*\)|-?\d+(?:\.\d+)?|None|True|False)"
         stated = re.search(number + r"|``\"(\w+)\"``\s+\(default\b|(None)\s+\(default\b", entry)
         assert stated is not None, f"{option} has no default"
         assert str(default) == next(filter(None, stated.groups())), option

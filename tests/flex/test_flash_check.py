@@ -211,7 +211,7 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
 )
 def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     if known is not None:
-        flash_verdict(call._replace(captures=True), CPU, Mock(return_value=known))
+        flash_verdict(call._replace(captures=True, per_key=1), CPU, Mock(return_value=known))
     expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
     x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
     # an offset if there are more keys than rows

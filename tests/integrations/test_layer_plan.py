@@ -60,7 +60,7 @@ def test_what_cannot_be_planned_says_why():
         layer_plan(T5Config())
     # the BERT of release 4 has attention of its own
     with pytest.raises(NotImplementedError, match=r"an encoder|must go through transformers' attention interface"):
-        layer_plan(BertConfig(num_hidden_layers=1))
+        layer_plan(BertConfig(num_hidden_layers=1), tokens=128)
     with pytest.raises(ValueError, match="dense_layers must hold layer indices below 1"):
         layer_plan(LlamaConfig(num_hidden_layers=1), dense_layers=(4,))
     AutoModelForCausalLM.register(NeedsNumbersConfig, NeedsNumbers, exist_ok=True)
