@@ -44,8 +44,8 @@ def planned_attention(
     selector = plan.selector
     with without_autocast(inputs.query.device):
         groups = [] if selector is None else selector.groups(inputs, call_options.max_mask_bytes)
-        # all groups are of one kind; a named backend that cannot run is refused at every length
-        of_group = inputs.of_heads(groups[0]) if groups else inputs
+        # a group may have fewer query heads per key head; a named backend that cannot run is refused at every length
+        of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
         backend = chosen_backend(call_options.backend, of_group, plan.block_size, return_lse, selector is None)
         if selector is None:
             return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)

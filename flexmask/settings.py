@@ -6,9 +6,7 @@ import copy
 import functools
 import inspect
 import json
-import re
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.call_options import MAX_MASK_BYTES, CallOptions, checked_call_options
+from flexmask.json_settings import json_data, keywords_of
+from flexmask.layer_heads import heads_by_layer
 from flexmask.selector import Selector, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"
-# 200 layers of 128 heads with a pair of numbers each are 77 thousand values in 6 levels
-_MOST_BYTES, _MOST_VALUES, _MOST_LEVELS, _MOST_CHARACTERS = 2**24, 2**18, 8, 256
+_MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -197,49 +196,6 @@ _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).p
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
 
 
-# query heads by layer as a model's modules have them, by id of a living config: some models differ from theirs
-_HEADS: dict[int, Mapping[int, int]] = {}
-
-
-def note_heads(config: Any, heads: Mapping[int, int]) -> None:
-    """Query heads by layer of a model of this config, for `heads_by_layer`."""
-    if id(config) not in _HEADS:
-        weakref.finalize(config, _HEADS.pop, id(config), None)
-    _HEADS[id(config)] = heads
-
-
-def heads_by_layer(config: Any) -> tuple[int | None, ...] | None:
-    """Query heads of each layer, noted ones or those of the config, None where neither knows; None without a number of layers."""
-    number = getattr(config, "num_hidden_layers", None)
-    if not isinstance(number, int):
-        return None
-    # a config whose layers differ in a value refuses to be asked for it; its layers' configs answer
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * number
-    heads = getattr(config, "num_attention_heads_per_layer", None)
-    heads = heads or [getattr(of_layer, "num_attention_heads", None) for of_layer in layers]
-    heads = [each[layer] if isinstance(each, (list, tuple)) else each for layer, each in enumerate(heads)]
-    noted = _HEADS.get(id(config), {})
-    return tuple(noted.get(layer, heads[layer]) for layer in range(number))
-
-
-def json_data(text: str | bytes) -> Any:
-    """The data of a JSON text, in UTF-8; ValueError for other texts, and for a key that an object has twice."""
-    try:
-        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text, object_pairs_hook=each_once)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-
-
-def each_once(pairs: Iterable[tuple[Any, Any]], rule: str = "an object must have each key once") -> dict[Any, Any]:
-    """A dict of these pairs; ValueError for a key that comes twice, of which a dict would keep the last."""
-    found: dict[Any, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{rule}; got {key!r} twice")
-        found[key] = value
-    return found
-
-
 def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     def frozen(value: Any) -> Any:
         value = plain_numbers(value.tolist() if isinstance(value, Tensor) else value)
@@ -254,45 +210,6 @@ def with_heads(selector: Selector, num_heads: int, where: str = "") -> Selector:
         return replace(selector, options=selector.options_of_heads(torch.empty(()).expand(1, num_heads, 1, 1)))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
-
-
-def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None = None) -> None:
-    """Refuse what no JSON file of settings holds; `left` counts values still allowed."""
-    left = [_MOST_VALUES] if left is None else left
-    left[0] -= 1
-    if levels == 0 or left[0] < 0:
-        raise ValueError(f"must have at most {_MOST_VALUES:,} values, at most {_MOST_LEVELS} levels deep")
-    for word in list(saved) if isinstance(saved, dict) else [saved]:
-        if isinstance(word, str) and len(word) > _MOST_CHARACTERS:
-            raise ValueError(f"must have words of at most {_MOST_CHARACTERS} characters; got one of {len(word)}")
-    if isinstance(saved, (dict, list, tuple)):
-        for value in saved.values() if isinstance(saved, dict) else saved:
-            _check_data(value, levels - 1, left)
-    elif saved is not None and not isinstance(saved, (str, int, float)):
-        raise TypeError(f"must be plain data, as JSON has it; got {type(saved).__name__}")
-
-
-def keywords_of(saved: Any) -> dict[str, Any]:
-    """The keywords of `PrefillSettings` in JSON's types, layers by number; TypeError or ValueError for other data."""
-    _check_data(saved)
-    if not isinstance(saved, dict):
-        raise TypeError(f"must be a JSON object of options; got {type(saved).__name__}")
-    keywords = dict(saved)
-    if not isinstance(keywords.get("method", ""), str):
-        raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
-    if isinstance(keywords.get("layers"), dict):
-        keywords["layers"] = _by_layer(keywords["layers"])
-    return keywords
-
-
-def _by_layer(layers: Mapping[Any, Any]) -> dict[int, Any]:
-    return each_once(((_index(str(key)), options) for key, options in layers.items()), "layers must have each layer once")
-
-
-def _index(key: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", key):
-        raise ValueError(f"layers must have layer indices as keys; got {key!r}")
-    return int(key)
 
 
 # what a caller names: whole settings, or keywords of some

@@ -16,7 +16,7 @@ INDICES = (INDEX, "integrations.huggingface")
 ORDER = (
     "_torch", "base", "plain", "kernels", "locking", "precision", "compilation", "flex", "export", "plot",
     "stats", "users_mask", "selector", "dense_policy", "call_options", "select", "method", "block_masks", "attend",
-    INDEX, "attention", "varlen", "warming", "settings", "environment",
+    INDEX, "attention", "varlen", "warming", "json_settings", "layer_heads", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip
 # and these from no others

@@ -60,7 +60,8 @@ def questions(task: str, tokenizer: Any, book: str, length: int, count: int, see
         if task in NEEDLES:
             if task == "niah_multivalue":
                 answers.sort(key=text.index)
-            evidence = [re.search(rf"One of the special magic \w+ for [^:]+ is: {each}\.", text)[0] for each in answers]  # type: ignore[index]
+            needles = (rf"One of the special magic \w+ for [^:]+ is: {each}\." for each in answers)
+            evidence = [next(re.finditer(needle, text))[0] for needle in needles]
         else:
             # the chain's assignments; frequencies have no place
             chain = (rf"VAR {name} = (VAR \w+|\d+)" for name in answers) if task == "ruler_vt" else ()

@@ -7,8 +7,8 @@ import json
 from typing import Any, NamedTuple
 
 from flexmask import block_masks as block_masks  # fills the table of methods
+from flexmask.json_settings import json_data
 from flexmask.selector import METHODS, Selector, selector_of
-from flexmask.settings import json_data
 
 Options = dict[str, Any]
 

@@ -26,7 +26,7 @@ from bench.prompts.models import SHAPES, shape_config
 from bench.rows import append_row
 from bench.speed import random_blocks as random_blocks  # registers its method
 from bench.speed.clock import device_name
-from flexmask.settings import json_data
+from flexmask.json_settings import json_data
 
 # vLLM reads them when it is imported
 ENVIRONMENT = {

@@ -119,7 +119,7 @@ def settings_of(attention: str, tokens: int) -> dict[str, Any]:
     number = -(-tokens // BLOCK)
     wanted = own_density(tokens) * number * (number + 1) / 2
     blocks = min(range(1, number + 1), key=lambda nearest: abs(_kept(nearest, number) - wanted))
-    return {"method": HYBRID, "gamma": 0.1, "min_coverage": 0.0, "last_rows_dense": False, "min_budget": blocks * BLOCK}
+    return {"method": HYBRID, "gamma": 0.1, "min_coverage": 0.0, "min_budget": blocks * BLOCK}
 
 
 def _kept(nearest: int, number: int) -> int:

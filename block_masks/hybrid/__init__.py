@@ -56,7 +56,7 @@ def hybrid_mask(
     min_coverage: float = 0.5,
     last_rows_dense: bool = False,
 ) -> Choice:
-    """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows, which are dense.
+    """Hybrid selection: each query block keeps what its own rows attend to, and lines of the last rows.
 
     Source: none, it is ours (`docs/design.md`). With n the key blocks that query block r sees, N the largest n of its batch row
     in this call, ``n0 = 16384 / block_size`` and ``e = g min(2, n0/N)``; g is ``1 - gamma``, and with gamma above 0.9 and N above

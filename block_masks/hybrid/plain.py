@@ -41,8 +41,8 @@ class Rule(NamedTuple):
     first_rows: float = 1 / 2
     # share of its threshold below which a query block takes no line
     lines: float = 1 / 16
-    # this many times the nearest blocks: so near, attention to kept key blocks counts for block diagonals too, and query blocks
-    # with representative rows keep all if they are not dense
+    # query blocks with representative rows keep this many times the nearest blocks, and attention to kept key blocks counts for
+    # block diagonals that near
     nearest: int = 8
 
 

@@ -170,7 +170,8 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
 def _remark_wait(output: Output, what: str, seconds: float, left: float, device: torch.device) -> None:
     """Remark what a wait of more than half a minute is expected to be."""
     if left > 30:
-        left = min(left, _MOST_SECONDS) if device.type == "cpu" else left
+        # on a CPU of at least a dense prefill and one that times a layer
+        left = max(min(left, _MOST_SECONDS), 3 * seconds) if device.type == "cpu" else left
         output.remark(f"{what} took {seconds:,.0f} s (the first compiles); the others take about {math.ceil(left / 60)} min.")
 
 

@@ -114,8 +114,9 @@ class Common(NamedTuple):
         chosen = self.given()
         if self.settings is None and not chosen:
             return None
+        from flexmask.json_settings import keywords_of
         from flexmask.selector import UnknownOption
-        from flexmask.settings import PrefillSettings, keywords_of, merged
+        from flexmask.settings import PrefillSettings, merged
 
         saved = PrefillSettings()
         if self.settings is not None:
@@ -172,7 +173,7 @@ def model_named(named: str | None, model: str | None) -> str:
 
 def _parsed(value: str) -> Any:
     """JSON, a number that JSON would write otherwise, or a word."""
-    from flexmask.settings import json_data
+    from flexmask.json_settings import json_data
 
     with contextlib.suppress(json.JSONDecodeError):
         return json_data(value)

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
 from flexmask.integrations.huggingface.session import configured
-from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, merged, named_settings, note_heads
+from flexmask.layer_heads import note_heads
+from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, merged, named_settings
 
 _of_process: Named = {}
 

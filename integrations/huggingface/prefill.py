@@ -97,6 +97,7 @@ class sparse_prefill(ContextDecorator):
     options
         The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. They go one by one over those that `register`
         got, and both over what `configure` had written into the model's config when the block is entered, else over the defaults.
+        A named option holds for all layers; a named method comes without the options of the other.
 
     Returns
     -------
@@ -115,8 +116,7 @@ class sparse_prefill(ContextDecorator):
         As `register`.
     TypeError, ValueError
         For a `model` that is not one or cannot change its attention, unknown options, values out of range, layers that the model
-        lacks, options per head of another number, and options that would drop saved ones unnamed: one value over values by layer,
-        another method over options of the old one.
+        lacks, and options per head of another number.
     NotImplementedError
         On entering, for an unsupported model; in the forward, for an unsupported call; in a backward after the block, for
         checkpointed layers, which run again.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flexmask.integrations.serving.options import ServingOptions, read_options
-from flexmask.settings import json_data
+from flexmask.json_settings import json_data
 
 NAME = "flexmask"  # the backend's name in SGLang's arguments
 VARIABLE = "FLEXMASK_SGLANG"
