@@ -41,17 +41,13 @@ def table(folder: Path = FOLDER) -> list[str]:
     shape = {size: vllm_h100(folder, run=IN_CHUNKS, chunk=size) for size in (None, 8192, 32768)}
     of_shape = shape[32768].combine_first(shape[None])["ratio"]
     first, *small = (f"{ratio:.2f}" for ratio in chunked[8192]["ratio"].loc[lengths])
-    ruler = [scores(tokens, folder) for tokens in lengths]
-    changes = [list((own[_RULER[0]] - own["dense"]).dropna().groupby(level="index").mean()) for own in ruler]
-    means = [f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" for own in ruler]
-    means[-1] += f" ({ruler[-1].index.get_level_values('task').nunique()} tasks)"
     rows = [
         ["**1.5B**: speedup, chunks of 8k", f"{first}\\*", *small],
         ["speedup, chunks of 32k", *(f"{ratio:.2f}" for ratio in timed["ratio"])],
         ["first token, chunks of 32k", *(f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in timed.iterrows())],
         ["blocks kept", *(percent(own["density"].mean()) for own in texts)],
         ["perplexity", *(f"{np.expm1(own['d_loss'].mean()):+.1%}" for own in texts)],
-        ["RULER", *(f"{mean}{interval(*of_mean(change), '+.1f')}" for mean, change in zip(means, changes, strict=True))],
+        ["RULER", *_means(lengths, folder)],
         ["**8B shape**: speedup, chunks of 8k", *map(number, shape[8192]["ratio"])],
         ["speedup, chunks of 32k", *map(number, of_shape)],
         ["first token, chunks of 8k", *(f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in shape[8192].iterrows())],
@@ -59,16 +55,26 @@ def table(folder: Path = FOLDER) -> list[str]:
     return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
 
 
+def _means(lengths: list[int], folder: Path) -> list[str]:
+    """RULER's mean by length, dense and at gamma 0.9, with the interval of its change; of how many tasks where not of all."""
+    cells, most = [], scores(lengths[0], folder).index.get_level_values("task").nunique()
+    for tokens in lengths:
+        own = scores(tokens, folder)
+        change = list((own[_RULER[0]] - own["dense"]).dropna().groupby(level="index").mean())
+        number = own.index.get_level_values("task").nunique()
+        mean = f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" + (f" ({number} tasks)" if number < most else "")
+        cells.append(f"{mean}{interval(*of_mean(change), '+.1f')}")
+    return cells
+
+
 def brief(folder: Path = FOLDER) -> list[str]:
     """A column per length: speedups in chunks of 8k, and RULER's mean of whole prompts."""
     lengths = [tokens for tokens in _YARN if tokens > 16384]
     shape = vllm_h100(folder, run=IN_CHUNKS, chunk=8192)["ratio"]
-    found = [scores(tokens, folder) for tokens in lengths]
-    means = [f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" for own in found]
     rows = [
         ["1.5B, first token", *(f"{ratio:.2f}x" for ratio in _chunked(folder)[8192]["ratio"].loc[lengths])],
         ["8B shape, first token", *(f"{ratio:.2f}x" for ratio in shape)],
-        ["1.5B, RULER", *means[:-1], f"{means[-1]} ({found[-1].index.get_level_values('task').nunique()} tasks)"],
+        ["1.5B, RULER", *_means(lengths, folder)],
     ]
     return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
 
