@@ -92,6 +92,17 @@ def test_of_equal_blocks_the_nearest_hold_the_floor(share):
         assert keep[row].nonzero().flatten().tolist() == sorted({0, *range(row + 1 - number, row + 1)})
 
 
+@interpreted
+@pytest.mark.parametrize("share", [0.6, 0.75])
+def test_rounded_sums_of_equal_blocks_add_none_in_kernels(share):
+    query, key = torch.zeros(1, 1, 512, 16), torch.zeros(1, 1, 512, 16)
+    with by_kernels():
+        keep = hybrid_mask(query, key, 0.2, block_size=16, min_budget=0, min_coverage=share).to_dense()[0, 0].bool()
+    for row in range(8, 30):
+        number = math.ceil(share * (row + 1) - 1 / 64)
+        assert keep[row].nonzero().flatten().tolist() == sorted({0, *range(row + 1 - number, row + 1)})
+
+
 def test_a_query_block_without_a_sampled_row_keeps_no_floor():
     """Its first row alone would be sampled, and is padding."""
     query, key, padding = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16), torch.ones(1, 320, dtype=torch.bool)
