@@ -77,8 +77,8 @@ class LineMass(NamedTuple):
     by_row: Tensor  # (batch, num_heads, block_size, num_kv_blocks) float32, by key block; 0 in rows not valid
 
 
-def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int, left_out: Tensor | None = None) -> LineMass:
-    """Pool the representative attention, without `left_out`, which is shaped as `LineMass.by_row`."""
+def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> LineMass:
+    """Pool the representative attention."""
     attention = whole_blocks(attention, 3, block_size)
     row_phase = (rows.position % block_size).unsqueeze(-1)
     # a quotient of integers has the default dtype
@@ -86,9 +86,7 @@ def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int, left
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.valid[..., None, None], weights, 0.0)
     # to key block j, and the parts of it on block diagonals P-j+1 and P-j-1; the rest is on P-j
-    by_row, after, before = (
-        sums if left_out is None else torch.where(left_out, 0.0, sums) for sums in (attention @ weights[:, None]).unbind(-1)
-    )
+    by_row, after, before = (attention @ weights[:, None]).unbind(-1)
     own_block = rows.position // block_size
     slash = _by_diagonal(by_row - after - before, own_block)
     slash = slash + _by_diagonal(after, own_block + 1) + _by_diagonal(before, own_block - 1)
@@ -167,33 +165,26 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
 
 
 class Blocks(NamedTuple):
-    """Blocks that rows choose, (batch, num_heads, num_q_blocks, num_kv_blocks) bool."""
+    """Blocks that rows choose."""
 
-    chosen: Tensor
-    lines: Tensor | None = None  # where lines count
+    chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
 
 
 def kept_blocks(
-    problem: BlockProblem,
-    lines: Tensor,
-    blocks: Blocks | None,
-    last: RepresentativeMass | None = None,
-    nearest: tuple[int, int] = (0, 0),
+    problem: BlockProblem, lines: Tensor, blocks: Blocks | None, nearest: int = 0, dense_rows: RepresentativeMass | None = None
 ) -> tuple[BlockLists, Tensor]:
     """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks.
 
-    Every query block keeps its ``nearest[0]`` nearest blocks; those with rows of `last` keep ``nearest[1]`` and all lines.
+    `lines` are key blocks, and block diagonals if there are two. Every query block keeps its `nearest` nearest blocks; those with
+    rows of `dense_rows` keep all that they see.
     """
-    keep, always = extended_lines(lines[0], lines[1], problem.seen), blocks_kept_always(problem)
-    if last is not None:
-        # (batch or 1, 1, num_q_blocks, 1): query blocks with rows of `last`
-        q_block = torch.arange(keep.shape[2], device=keep.device)
-        stands = ((last.rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & last.rows.valid.unsqueeze(1)
-        holds = stands.any(-1)[:, None, :, None]
-        always = always | problem.diagonals(torch.where(holds, nearest[1], nearest[0]))
-        if blocks is not None and blocks.lines is not None:
-            keep = keep & (blocks.lines | holds)
+    keep = lines[0].unsqueeze(-2) if lines.shape[0] == 1 else extended_lines(lines[0], lines[1], problem.seen)
+    keep = keep | blocks_kept_always(problem) | problem.diagonals(nearest)
     if blocks is not None:
         keep = keep | blocks.chosen
-    keep = (keep | always) & problem.visible
+    if dense_rows is not None:
+        rows, q_block = dense_rows.rows, torch.arange(keep.shape[2], device=keep.device)
+        stands = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.valid.unsqueeze(1)
+        keep = keep | stands.any(-1)[:, None, :, None]
+    keep = keep & problem.visible
     return block_lists(keep, problem.seen.full), keep

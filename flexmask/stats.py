@@ -22,7 +22,7 @@ def _statistic(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] 
 
 def density(lists: BlockLists, problem: BlockProblem) -> Tensor:
     """Kept blocks as a share of the visible ones, (batch, num_heads) float32."""
-    visible = problem.blocks_seen()[0].sum(-1)
+    visible = problem.blocks_seen().sum(-1)
     kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum(-1)
     return kept.float() / visible.clamp(min=1)[:, None]
 
@@ -42,8 +42,8 @@ class SelectionStats:
     density
         float32: kept blocks / visible blocks; 1 in dense calls.
     num_vertical_blocks, num_slash_blocks
-        int64: kept key blocks and block diagonals without those kept always; a query-aware head's are its `min_budget`
-        (flexprefill, published, hybrid).
+        int64: kept key blocks (flexprefill, published, hybrid) and block diagonals (flexprefill, published) without those kept
+        always; a query-aware head's are its `min_budget`.
     coverage
         float32: true attention of the representative rows held by the kept blocks (flexprefill, published, hybrid); 1 in dense
         calls.

@@ -120,10 +120,10 @@ def hybrid_rule() -> Rule:
 
 
 @contextlib.contextmanager
-def hybrid_length(tokens: int) -> Iterator[None]:
-    """Set the length at which hybrid's thresholds are 1 - gamma, so short prompts count as long."""
+def lower_thresholds(factor: float) -> Iterator[None]:
+    """Hybrid's thresholds times a factor: an even share of a short prompt is large."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hybrid, "RULE", hybrid.RULE._replace(length=tokens))
+        patched.setattr(hybrid, "RULE", hybrid.plain.Rule(*(factor * multiple for multiple in hybrid.RULE)))
         yield
 
 

@@ -13,7 +13,6 @@ from flexmask.base.selection import BlockLists, ascending_indices, block_lists
 from flexmask.block_masks import hybrid
 from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
 from flexmask.flex.run import run_flex_attention
-from flexmask.plain import Blocks, extended_lines
 from tests.cases import Case, Config, structured_inputs
 from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
@@ -118,13 +117,12 @@ def test_comparison_of_compiled_attention_catches(fault):
             assert_same_attention(attend(fault(number)[1]), expected)
 
 
-# the constants, with values under which all decide something in `hybrid_case`; the others are those of the floor
-SENSITIVE = hybrid.plain.Rule(320, 0.6, 0.5, 0.6, 0.5, 0.15, 0.2, 1.25, 0.5, 0.5, 4)
+# the multiples, with values under which both decide something in `hybrid_case`; the others are those of the floor
+SENSITIVE = hybrid.plain.Rule(14, 45)
 
 
 def other_constant(name, factor):
-    value = getattr(SENSITIVE, name)
-    return hybrid, "RULE", SENSITIVE._replace(**{name: type(value)(value * factor)})
+    return hybrid, "RULE", SENSITIVE._replace(**{name: factor * getattr(SENSITIVE, name)})
 
 
 def other_step(name, change):
@@ -144,47 +142,35 @@ def with_argument(name, change):
     return changed
 
 
-def other_thresholds(change):
-    return other_step("thresholds", lambda right, *arguments: change(right(*arguments)))
-
-
 def mean_of_rows(right, problem, last, *rest):
     rows = last.mass.by_row
     return right(problem, last._replace(mass=last.mass._replace(by_row=rows.mean(2, keepdim=True).expand_as(rows))), *rest)
 
 
-def gate_everywhere(right, problem, lines, blocks, *rest):
-    on_lines = extended_lines(lines[0], lines[1], problem.seen)
-    return right(problem, torch.zeros_like(lines), Blocks(blocks.chosen | (on_lines & blocks.lines)), *rest)
+def evidence_by_seen(right, problem, evidence, *rest):
+    """Evidence times n/N, which is a threshold times N/n: each query block's even share is of the n blocks that it sees."""
+    seen = problem.blocks_seen()
+    share = evidence.root_mean_square * (seen / seen.amax(-1, keepdim=True))[:, None, :, None]
+    return right(problem, evidence._replace(root_mean_square=share), *rest)
 
 
 # by name: what is replaced, by which name of its module, and by what
 RULE_FAULTS = {
-    **{
-        name: other_constant(name, 1.5)
-        for name in ("length", "gamma", "longer", "key_block", "diagonal", "rows", "earlier_rows", "first_rows", "lines")
-    },
-    "most_longer": other_constant("most_longer", 0.5),
-    "nearest": other_constant("nearest", 2),
-    "mean instead of the most": other_step("last_rows_lines", mean_of_rows),
-    "no residual": other_step("last_rows_lines", with_argument("near", lambda _: 10**6)),
-    "residual of the nearest too": other_step("last_rows_lines", with_argument("near", lambda _: 0)),
-    "no gate": other_step("row_blocks", lambda right, *rest: Blocks(right(*rest).chosen)),
+    **{name: other_constant(name, 1.5) for name in SENSITIVE._fields},
+    "mean instead of the most": other_step("key_blocks", mean_of_rows),
     "no floor": other_step("row_blocks", with_argument("min_coverage", lambda _: 0)),
     "a lower floor": other_step("row_blocks", with_argument("min_coverage", lambda share: share * 0.8)),
     "a floor of whole halvings": (hybrid.plain, "SLACK", -1e6),
     "no halvings": (hybrid.plain, "HALVINGS", 0),
-    "gate of the last rows too": other_step("kept_blocks", gate_everywhere),
-    "nearest of all alike": other_step("kept_blocks", with_argument("nearest", lambda nearest: (nearest[1], nearest[1]))),
-    "N for n": other_thresholds(lambda least: least._replace(rows=least.rows[..., -1:].expand_as(least.rows))),
-    "n for N": other_thresholds(lambda least: least._replace(rows=least.rows * least.rows / least.rows[..., -1:])),
+    "no key blocks of the last rows": other_step("kept_blocks", with_argument("lines", torch.zeros_like)),
+    "no nearest": other_step("kept_blocks", with_argument("nearest", lambda _: 0)),
+    "n for N": other_step("row_blocks", evidence_by_seen),
 }
 
 # where the last rows are dense
 DENSE_FAULTS = {
-    "dense last rows by the rule": other_step("kept_blocks", with_argument("nearest", lambda near: (near[0], 4 * near[0]))),
-    "all rows dense": other_step("kept_blocks", with_argument("nearest", lambda near: (near[1], near[1]))),
-    "no residual beside dense rows": RULE_FAULTS["no residual"],
+    "no dense rows": other_step("kept_blocks", with_argument("dense_rows", lambda _: None)),
+    "all rows dense": other_step("kept_blocks", with_argument("nearest", lambda _: 10**6)),
 }
 
 
@@ -192,8 +178,8 @@ DENSE_FAULTS = {
 def hybrid_case(last_rows_dense):
     """A case in which every clause of the rule decides something, and what the oracle decides."""
     query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 12, 4, 640, 640, 32, sharpness=5.0)
-    options = {"block_size": BLOCK, "min_budget": BLOCK, "min_coverage": 0.8, "row_stride": 4, "last_rows_dense": last_rows_dense}
-    case = Case(query, key, Config(0.7, method="hybrid", **options))
+    options = {"block_size": BLOCK, "min_budget": 3 * BLOCK, "min_coverage": 0.6, "row_stride": 4}
+    case = Case(query, key, Config(0.7, method="hybrid", last_rows_dense=last_rows_dense, **options))
     expected = case.reference()
     assert not assert_same_blocks(case.search(), expected).any()
     return case, expected

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from tests.attention_calls import flexprefill_attention
-from tests.cases import Case, Config, cases, hybrid_length, sparse_cases, structured_inputs
+from tests.cases import Case, Config, cases, lower_thresholds, sparse_cases, structured_inputs
 from tests.comparisons import Drawn, assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_well_formed
 
 pytestmark = pytest.mark.gpu
@@ -39,14 +39,14 @@ def test_equals_the_reference_on_cuda(cuda, part):
     [
         {"tau": 0.08, "query_aware": "flatten", "index_queries": "last"},
         {"tau": 0.3, "query_aware": "per_query", "index_queries": "middle"},
-        {"method": "hybrid", "row_stride": 8},
+        {"method": "hybrid", "row_stride": 8, "min_budget": 90},
         {"method": "published", "tau": 0.3},
     ],
     ids=["flatten", "per_query", "hybrid", "published"],
 )
 def test_prompts_of_many_blocks_equal_the_reference_on_cuda(cuda, fixed):
     published, generator, drawn = fixed.get("method") == "published", torch.Generator().manual_seed(0), Drawn()
-    config = Config(0.8, block_size=32, min_budget=32, **fixed)
+    config = Config(0.8, block_size=32, **{"min_budget": 32, **fixed})
     # from 36 blocks on row evidence has tiles that touch no edge; the published code takes whole blocks
     for length in (512, 640, 1024) if published else (600, 1000, 777, 513, 1200):
         case = Case(*structured_inputs(generator, 1, 8, 2, length, length, 64, sharpness=4.0 if published else 1.0), config)
@@ -76,8 +76,7 @@ def test_kernels_run_where_query_is():
 def test_wide_heads_fit_into_shared_memory(cuda, method, block_size, head_dim, dtype):
     query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
     case = Case(query, key, Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method=method))
-    # hybrid's thresholds fall over the query blocks
-    with hybrid_length(600):
+    with lower_thresholds(0.3):
         result = case.to(cuda).search()
         assert_well_formed(result)
         assert_same_blocks(result, case.reference())

@@ -25,7 +25,6 @@ from bench.prompts.models import SHAPES
 from bench.rows import Sheet
 from bench.serving import first_token
 from bench.speed.clock import device_name
-from flexmask.block_masks.hybrid import RULE
 
 # of hybrid at gamma 0.9 on SmolLM2 (bench/FIDELITY.md), by tokens; shorter and longer prompts take the nearest length's
 OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
@@ -123,8 +122,8 @@ def settings_of(attention: str, tokens: int) -> dict[str, Any]:
 
 
 def _kept(nearest: int, number: int) -> int:
-    """Blocks that hybrid keeps of so many query blocks where attention is even: the nearest ones and the first."""
-    return sum(min(seen, nearest + 1) for seen in range(1, number)) + min(number, RULE.nearest * nearest + 1)
+    """Blocks that hybrid keeps of so many query blocks where attention is even: the nearest ones and the first, of the last all."""
+    return sum(min(seen, nearest + 1) for seen in range(1, number)) + number
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The steps of hybrid selection in PyTorch: thresholds, lines of the last rows, and evidence of all rows."""
+"""The steps of hybrid selection in PyTorch: key blocks of the last rows, and evidence of all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.plain import Blocks, RepresentativeMass, line_mass, pooled_scores
+from flexmask.plain import Blocks, RepresentativeMass, pooled_scores
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6
@@ -20,70 +20,27 @@ SLACK = 1 / 64
 
 
 class Rule(NamedTuple):
-    """The constants of the method, in capitals in docs/design.md, "Why these constants", which has how they were chosen."""
+    """The constants of the method: multiples of `even_shares`. docs/hybrid.md has how they were chosen."""
 
-    # prompt tokens at which thresholds are the multiples of 1 - gamma below; they follow a block's even share, at most doubled
-    length: int = 16384
-    # above this gamma they fall faster with the length: (1 - its gamma)/(1 - this) is raised to 1 + longer per doubling of the
-    # length, the latter at most most_longer
-    gamma: float = 0.9
-    longer: float = 1 / 2
-    most_longer: float = 1
-    # share of one representative row's attention that keeps a key block
-    key_block: float = 0.5
-    # share of their mean attention, outside those key blocks, that keeps a block diagonal
-    diagonal: float = 0.2
-    # root mean square share of a query block's attention to key means that keeps a key block
-    rows: float = 0.2
-    # the threshold of a query block that sees n of N key blocks is (N/n)^p times as high: p is 0 up to length, nears this beyond
-    earlier_rows: float = 0.6
-    # share of length, n1 blocks: where (n1/n)^3 (1 - gamma)/g > 1, g below, the threshold is multiplied by its pth power too
-    first_rows: float = 1 / 2
-    # share of its threshold below which a query block takes no line
-    lines: float = 1 / 16
-    # query blocks with representative rows keep this many times the nearest blocks, and attention to kept key blocks counts for
-    # block diagonals that near
-    nearest: int = 8
+    # of a query block's root mean square attention to key means that keeps a key block there
+    rows: float = 32
+    # of one of the last rows' attention that keeps a key block for all query blocks
+    last_rows: float = 80
 
 
-class Thresholds(NamedTuple):
-    """The least attention that keeps a block or a line, in `widest_float`."""
-
-    lines: Tensor  # (2, batch or 1, num_heads): of key blocks, then of block diagonals
-    rows: Tensor  # (batch or 1, num_heads, num_q_blocks)
+def even_shares(problem: BlockProblem, gamma: Tensor) -> Tensor:
+    """``1 - gamma`` of what each of N equal blocks gets, N the most that a query block sees, (batch or 1, num_heads)."""
+    return (1 - gamma) / problem.blocks_seen().amax(-1, keepdim=True).clamp(min=1)
 
 
-def thresholds(problem: BlockProblem, gamma: Tensor, rule: Rule) -> Thresholds:
-    """Thresholds per query block, from the number n of key blocks it sees and the largest of its batch row, N."""
-    seen, most = (number.to(gamma.dtype) for number in problem.blocks_seen())
-    reference = rule.length / problem.block_size
-    longer = (rule.longer * (most / reference).clamp(min=1).log2()).clamp(max=rule.most_longer)
-    g = (1 - gamma) * ((1 - gamma).clamp(min=1e-6) / (1 - rule.gamma)).clamp(max=1) ** longer
-    shares = g * (reference / most.clamp(min=1)).clamp(max=2)
-    power = rule.earlier_rows * (1 - reference / most).clamp(min=0)
-    seen = seen.clamp(min=1).unsqueeze(1)
-    of_gamma = (1 - rule.gamma) / g.clamp(min=1e-12).unsqueeze(-1)
-    first = ((rule.first_rows * reference / seen) ** 3 * of_gamma).clamp(min=1)
-    earlier = (most.unsqueeze(1) / seen * first) ** power.unsqueeze(1)
-    lines = torch.stack([rule.key_block * shares, rule.diagonal * shares])
-    return Thresholds(lines, rule.rows * shares.unsqueeze(-1) * earlier)
+def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:
+    """Key blocks to which one of the last rows gives at least `multiple` shares, (1, batch, num_heads, num_kv_blocks) bool.
 
-
-def last_rows_lines(problem: BlockProblem, last: RepresentativeMass, thresholds: Tensor, near: int) -> Tensor:
-    """Key blocks to which a row gives at least its threshold, and block diagonals to which the rows do on average.
-
-    The latter without attention to kept key blocks beyond a row's `near` nearest. NaN reaches all `thresholds`.
+    NaN reaches every threshold.
     """
-    in_vertical, in_slash = candidate_lines(problem.seen).unsqueeze(2).unbind(0)
-    rows, (of_key_block, of_diagonal) = last.rows, thresholds.unbind(0)
-    most = torch.where(rows.valid[:, None, :, None], last.mass.by_row, 0.0).amax(2)
-    vertical = ~(most < of_key_block.float().unsqueeze(-1)) & in_vertical
-
-    own_block = rows.position // problem.block_size
-    far = own_block.unsqueeze(-1) - torch.arange(most.shape[-1], device=most.device) >= near
-    left = line_mass(last.attention, rows, problem.block_size, vertical.unsqueeze(2) & far[:, None]).slash
-    slash = ~(left < of_diagonal.float().unsqueeze(-1)) & in_slash
-    return torch.stack([vertical, slash])
+    largest = torch.where(last.rows.valid[:, None, :, None], last.mass.by_row, 0.0).amax(2)
+    least = (multiple * even_shares(problem, gamma)).float()
+    return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.seen)[0].unsqueeze(1)).unsqueeze(0)
 
 
 class RowEvidence(NamedTuple):
@@ -115,13 +72,13 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(problem: BlockProblem, evidence: RowEvidence, thresholds: Tensor, of_lines: float, min_coverage: Number) -> Blocks:
-    """The key blocks whose evidence reaches `thresholds`, with `more_blocks`, and `of_lines` times that; NaN reaches both."""
-    share, thresholds = evidence.root_mean_square, thresholds.unsqueeze(-1)
-    chosen, lines = ~(share < thresholds.float()), ~(share < (of_lines * thresholds).float())
+def row_blocks(problem: BlockProblem, evidence: RowEvidence, gamma: Tensor, multiple: float, min_coverage: Number) -> Blocks:
+    """The key blocks whose evidence reaches `multiple` shares, with `more_blocks`; NaN reaches every threshold."""
+    share, thresholds = evidence.root_mean_square, (multiple * even_shares(problem, gamma))[..., None, None]
+    chosen = ~(share < thresholds.float())
     if not is_off(min_coverage):
         chosen = more_blocks(problem, share, thresholds, problem.as_tensor(min_coverage).to(share.dtype))
-    return Blocks(chosen, lines)
+    return Blocks(chosen)
 
 
 def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:

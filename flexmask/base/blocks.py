@@ -95,10 +95,9 @@ class BlockProblem:
         device = self.inputs.query.device
         return torch.full(shape, option, dtype=widest_float(device), device=device)
 
-    def blocks_seen(self) -> tuple[Tensor, Tensor]:
-        """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int, and the most, (batch or 1, 1)."""
-        number = self.seen.visible.sum(-1) if self.edges is None else self.edges.seen
-        return number, number.amax(-1, keepdim=True)
+    def blocks_seen(self) -> Tensor:
+        """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int."""
+        return self.seen.visible.sum(-1) if self.edges is None else self.edges.seen
 
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""

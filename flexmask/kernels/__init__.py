@@ -8,7 +8,7 @@ of one head.
 Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `Edges`, ``representative`` is a plane of its
 `representative`, ``last_rows`` the one of the last; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch,
 num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
-block diagonals; ``active`` is (batch, num_heads) bool; ``gamma``, ``share`` and ``thresholds`` are float64.
+block diagonals, or (1, ..) without these; ``active`` is (batch, num_heads) bool; ``gamma`` and ``share`` are float64.
 
 Here the last step, the index lists: one program per row of blocks joins lines and blocks and writes each list once.
 """
@@ -38,9 +38,8 @@ MOST_BLOCKS = 2**30  # a floor of any size stays within int32
 class Blocks(NamedTuple):
     """Blocks that rows choose."""
 
-    codes: Tensor  # int8: nonzero where a block is kept; `gated`: bit 1 keeps a block, bit 0 lets lines count there
+    codes: Tensor  # int8, nonzero where a block is kept
     active: Tensor | None = None  # heads that choose blocks
-    gated: bool = False
 
 
 @kernel
@@ -49,16 +48,15 @@ def _lists_kernel(
     active,  # read if HAS_ACTIVE
     codes,  # int8, read in active heads if HAS_CODES
     q_edges, kv_edges,
-    last_rows,  # representative, read if HAS_LAST_ROWS
+    dense_rows,  # representative, read if HAS_DENSE_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
     partial_indices,  # map, int32
     full_count, full_indices,
     keep,  # bool, written if WRITE_KEEP
     nearest,  # key blocks that each query block keeps
-    nearest_of_last,  # those with last rows
     num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance,
-    BLOCK_SIZE: tl.constexpr, HAS_CODES: tl.constexpr, GATED: tl.constexpr, HAS_ACTIVE: tl.constexpr, HAS_LAST_ROWS: tl.constexpr,
-    PADDED_SIZE: tl.constexpr, WRITE_KEEP: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_DIAGONALS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    HAS_DENSE_ROWS: tl.constexpr, PADDED_SIZE: tl.constexpr, WRITE_KEEP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # long rows first
     q_block = num_q_blocks - 1 - tl.program_id(0)
@@ -74,17 +72,15 @@ def _lists_kernel(
     adds_blocks = q_block >= 0
     if HAS_ACTIVE:
         adds_blocks = tl.load(active + head) != 0
-    near_start = end
-    has_last_rows = q_block < 0
-    if HAS_LAST_ROWS:
-        near_start = tl.minimum(first_row_block - nearest + 1, end)
-        p_last_rows = last_rows + batch * (1 + BLOCK_SIZE) + 1
+    near_start = tl.minimum(first_row_block - nearest + 1, end)
+    if HAS_DENSE_ROWS:
+        p_dense_rows = dense_rows + batch * (1 + BLOCK_SIZE) + 1
         # the first is the least: rows ascend
-        if (q_block + 1) * BLOCK_SIZE > tl.load(p_last_rows):
+        if (q_block + 1) * BLOCK_SIZE > tl.load(p_dense_rows):
             o_slot = tl.arange(0, PADDED_SIZE)
-            b_slot = tl.load(p_last_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - q_block * BLOCK_SIZE
-            has_last_rows = tl.sum(((b_slot >= 0) & (b_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
-            near_start = tl.where(has_last_rows, tl.minimum(first_row_block - nearest_of_last + 1, end), near_start)
+            b_slot = tl.load(p_dense_rows + o_slot, mask=o_slot < BLOCK_SIZE, other=-1) - q_block * BLOCK_SIZE
+            is_dense = tl.sum(((b_slot >= 0) & (b_slot < BLOCK_SIZE)).to(tl.int32), 0) > 0
+            near_start = tl.where(is_dense, 0, near_start)
 
     o_map_row = (head * num_q_blocks + q_block) * num_kv_blocks
     o_lane = tl.arange(0, TILE)
@@ -98,16 +94,12 @@ def _lists_kernel(
         m_visible = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE) & m_kv
         first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
         m_keep = tl.load(p_vertical + o_kv, mask=m_kv, other=0) != 0
-        m_keep = m_keep | (tl.load(p_slash + first_row_block - o_kv, mask=o_kv <= first_row_block, other=0) != 0)
-        m_keep = m_keep | (tl.load(p_slash + last_row_block - o_kv, mask=o_kv <= last_row_block, other=0) != 0)
-        if GATED:
-            b_code = tl.load(codes + o_map_row + o_kv, mask=m_visible, other=0)
-            m_keep = (m_keep & (((b_code & 1) | has_last_rows.to(tl.int8)) != 0)) | ((b_code & 2) != 0)
-        elif adds_blocks & HAS_CODES:
-            m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_kv, other=0) != 0)
-        if HAS_LAST_ROWS:
-            m_keep = m_keep | (o_kv >= near_start)
-        m_keep = m_keep | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
+        if HAS_DIAGONALS:
+            m_keep = m_keep | (tl.load(p_slash + first_row_block - o_kv, mask=o_kv <= first_row_block, other=0) != 0)
+            m_keep = m_keep | (tl.load(p_slash + last_row_block - o_kv, mask=o_kv <= last_row_block, other=0) != 0)
+        if adds_blocks & HAS_CODES:
+            m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_visible, other=0) != 0)
+        m_keep = m_keep | (o_kv >= near_start) | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
         m_keep = m_keep & m_visible
         b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
         m_whole = (tl.load(p_kv_edges + num_kv_blocks + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
@@ -137,11 +129,7 @@ def _lists_kernel(
 
 
 def kept_blocks(
-    problem: BlockProblem,
-    lines: Tensor,
-    blocks: Blocks | None,
-    last: RepresentativeMass | None = None,
-    nearest: tuple[int, int] = (0, 0),
+    problem: BlockProblem, lines: Tensor, blocks: Blocks | None, nearest: int = 0, dense_rows: RepresentativeMass | None = None
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
     inputs, edges, with_keep = problem.inputs, problem.edges, problem.with_map
@@ -152,14 +140,14 @@ def kept_blocks(
     partial_indices, full_indices = (lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = lines.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
     codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
-    last_rows = None if last is None else last.rows
+    rows = None if dense_rows is None else dense_rows.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         lines, lines if active is None else active, lines if codes is None else codes, edges.q_edges, edges.kv_edges,
-        edges.q_edges if last_rows is None else last_rows, partial_count, partial_indices, full_count, full_indices,
-        full_count if keep is None else keep, *(min(number, MOST_BLOCKS) for number in nearest), num_heads, num_q_blocks,
-        num_kv_blocks, inputs.key.shape[2], inputs.max_distance,
-        BLOCK_SIZE=problem.block_size, HAS_CODES=codes is not None, GATED=blocks is not None and blocks.gated,
-        HAS_ACTIVE=active is not None, HAS_LAST_ROWS=last_rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
+        edges.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
+        full_count if keep is None else keep, min(nearest, MOST_BLOCKS), num_heads, num_q_blocks, num_kv_blocks,
+        inputs.key.shape[2], inputs.max_distance,
+        BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=lines.shape[0] == 2, HAS_CODES=codes is not None,
+        HAS_ACTIVE=active is not None, HAS_DENSE_ROWS=rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
         WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
     )  # fmt: skip
     return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

@@ -41,13 +41,9 @@ def key_block_shares(sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SI
 
 @triton.jit
 def diagonal_sums(
-    sums,
-    left_out,  # (batch, num_heads, num_kv_blocks) int8: key blocks that do not count, read if LEAVES_OUT
-    b_base, b_factor, b_own, head,
+    sums, b_base, b_factor, b_own, head,
     o_diagonal,  # (TILE, 1)
-    near,  # a row's nearest key blocks, which always count
-    num_kv_blocks,
-    BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, LEAVES_OUT: tl.constexpr,
+    num_kv_blocks, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Attention of all rows to block diagonals, (TILE,): on d lie key block own - d, and parts of its neighbours."""
     o_slot = tl.arange(0, PADDED_SIZE)[None, :]
@@ -55,9 +51,6 @@ def diagonal_sums(
     for shift in tl.static_range(-1, 2):
         o_kv = b_own - o_diagonal + shift
         m_sums = (o_kv >= 0) & (o_kv < num_kv_blocks) & (o_slot < BLOCK_SIZE)
-        if LEAVES_OUT:
-            m_left_out = m_sums & (o_diagonal - shift >= near)
-            m_sums = m_sums & (tl.load(left_out + head * num_kv_blocks + o_kv, mask=m_left_out, other=0) == 0)
         p_sums = sums + ((head * num_kv_blocks + o_kv) * BLOCK_SIZE + o_slot) * 4
         b_weight = tl.exp2(tl.load(p_sums, mask=m_sums, other=float("-inf")) - b_base) * b_factor
         if shift == 0:
@@ -88,10 +81,7 @@ def _lines_kernel(
     b_base, b_factor, b_own, num_rows = load_rows(norms, representative, head, batch, BLOCK_SIZE, PADDED_SIZE)
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     b_vertical = tl.sum(b_shares, 1) / num_rows
-    b_slash = diagonal_sums(
-        sums, kv_edges, b_base, b_factor, b_own, head, o_line[:, None], 0, num_kv_blocks, BLOCK_SIZE, PADDED_SIZE,
-        LEAVES_OUT=False,
-    )  # fmt: skip
+    b_slash = diagonal_sums(sums, b_base, b_factor, b_own, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     m_line = o_line < num_kv_blocks
     p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
     m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0

@@ -22,15 +22,16 @@ WHICH = ("last", "middle")
 class Edges(NamedTuple):
     """The geometry as kernels read it, int32.
 
-    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen. Of key blocks `kv_edges` has the
-    last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and the candidates: key blocks,
-    then block diagonals, that hold a visible block. `representative` has the offset and then the rows of that name, -1 where
-    there is none, by `WHICH`.
+    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen; `most` is the largest of these. Of
+    key blocks `kv_edges` has the last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and
+    the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has the offset and then the rows
+    of that name, -1 where there is none, by `WHICH`.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)
     kv_edges: Tensor  # (batch, 5, num_kv_blocks)
     representative: Tensor  # (2, batch, 1 + block_size)
+    most: Tensor  # (batch,)
 
     @property
     def seen(self) -> Tensor:
@@ -43,32 +44,35 @@ def edges_of(inputs: SparseInputs, block_size: int) -> Edges:
     query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
-    q_edges, kv_edges, representative = (
+    q_edges, kv_edges, representative, most_seen = (
         query.new_empty(shape, dtype=torch.int32)
-        for shape in ((batch, 6, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size))
+        for shape in ((batch, 6, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size), (batch,))
     )
+    counted = mask is not None or inputs.window is not None
     mask = None if mask is None else mask.contiguous()
     most = max(q_blocks, kv_blocks)
     padded_size = next_power_of_2(block_size)
     _edges_kernel[(cdiv(most, _BLOCKS) + 1, batch)](
-        q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, representative, q_len,
-        kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None, BLOCK_SIZE=block_size,
-        PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
+        q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, representative,
+        most_seen, q_len, kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None,
+        COUNTED=counted, BLOCK_SIZE=block_size, PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
     )  # fmt: skip
-    if mask is not None or inputs.window is not None:
+    if counted:
         _visible_kernel[(most, batch)](
-            q_edges, kv_edges, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
+            q_edges, kv_edges, most_seen, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
-    return Edges(q_edges, kv_edges, representative)
+    return Edges(q_edges, kv_edges, representative, most_seen)
 
 
 @kernel
 def _edges_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
-    q_edges, kv_edges, representative, q_len, kv_len, num_q_blocks, num_kv_blocks,
-    HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    q_edges, kv_edges, representative,
+    most,  # of the key blocks seen
+    q_len, kv_len, num_q_blocks, num_kv_blocks,
+    HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, COUNTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1)
     offset = 0
@@ -87,6 +91,8 @@ def _edges_kernel(
                 b_rows += (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
             number = tl.sum(b_rows, 0)
         first = tl.maximum(number - BLOCK_SIZE, 0)
+        # of a window or padding `_visible_kernel` finds the most
+        tl.store(most + batch, 0 if COUNTED else (filled_end - 1) // BLOCK_SIZE + 1)
         p_rows = representative + batch * (1 + BLOCK_SIZE)
         plane = tl.num_programs(1) * (1 + BLOCK_SIZE)
         m_slot = o_slot < BLOCK_SIZE
@@ -156,7 +162,7 @@ def _edges_kernel(
 
 @kernel
 def _visible_kernel(
-    q_edges, kv_edges, kv_len, num_q_blocks, num_kv_blocks, max_distance,
+    q_edges, kv_edges, most, kv_len, num_q_blocks, num_kv_blocks, max_distance,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
@@ -173,7 +179,9 @@ def _visible_kernel(
             b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
             m_sees = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
             b_seen += (m_sees & m_kv).to(tl.int32)
-        tl.store(p_q_edges + 5 * num_q_blocks + index, tl.sum(b_seen, 0))
+        seen = tl.sum(b_seen, 0)
+        tl.store(p_q_edges + 5 * num_q_blocks + index, seen)
+        tl.atomic_max(most + batch, seen)
     if index < num_kv_blocks:
         last_valid_key = tl.load(p_kv_edges + index)
         b_vertical = tl.zeros([TILE], tl.int32)

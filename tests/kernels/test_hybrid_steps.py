@@ -6,7 +6,8 @@ import torch
 from flexmask import plain as shared
 from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import attention_inputs
-from flexmask.block_masks.hybrid import RULE, plain
+from flexmask.base.visibility import candidate_lines
+from flexmask.block_masks.hybrid import plain
 from tests.cases import structured_inputs
 
 pytest.importorskip("triton")
@@ -20,48 +21,50 @@ BLOCK = 16
 MASK = torch.tensor([[1] * 110, [0] * 37 + [1] * 73, [0] * 110])
 
 
-def problems(q_len=90, heads=2, sharpness=5.0, **scores):
+def problems(q_len=90, heads=2, sharpness=5.0, padded=True, **scores):
     """One call cut into blocks for both."""
     query, key = structured_inputs(torch.Generator().manual_seed(2), 3, heads, 1, q_len, 110, 16, sharpness)
-    inputs = attention_inputs(query, key, attention_mask=MASK, **scores).with_offset()
+    inputs = attention_inputs(query, key, attention_mask=MASK if padded else None, **scores).with_offset()
     edges = shared_kernels.edges_of(inputs, BLOCK)
     return cut_into_blocks(inputs, BLOCK, shared), BlockProblem(inputs, BLOCK, shared_kernels, True, edges)
 
 
-@pytest.mark.parametrize("length", [RULE.length, 64, 20])
-def test_thresholds(monkeypatch, length):
-    monkeypatch.setattr(kernels, "_Q_BLOCKS", 4)
-    gammas = (0.3, 0.95, 0.9999, 1 - 1e-9, 1.0)
-    of_plain, of_kernels = problems(heads=len(gammas))
-    for gamma in (torch.tensor(gammas, dtype=torch.float64), *gammas):
-        expected = plain.thresholds(of_plain, of_plain.as_tensor(gamma, (len(gammas),)), RULE._replace(length=length))
-        found = kernels.thresholds(of_kernels, gamma, RULE._replace(length=length))
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs.expand_as(ours), rtol=1e-12, atol=0)
+@pytest.mark.parametrize("scores", [{}, {"window": 40}, {"q_offset": torch.tensor([20, 3, 7], dtype=torch.int32)}], ids=str)
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_most_blocks_seen(scores, padded):
+    of_plain, of_kernels = problems(padded=padded, **scores)
+    assert torch.equal(of_kernels.edges.most.long(), of_plain.blocks_seen().amax(-1).expand(3))
+
+
+# float32 has no such number below 1
+HIGH = 1 - 1e-9
+BY_HEAD = torch.tensor([0.6, 0.95, HIGH], dtype=torch.float64)
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("with_nan", [False, True])
-def test_lines_of_the_last_rows(with_nan):
-    problem, of_kernels = problems()
-    if with_nan:
-        problem.inputs.query[0, 1, -3] = torch.nan
+def test_key_blocks_of_the_last_rows():
+    """Also of a head with a row of NaN."""
+    problem, of_kernels = problems(heads=3)
+    problem.inputs.query[0, 1, -3] = torch.nan
     last, mass = of_kernels.steps.representative_mass(of_kernels, "last"), shared.representative_mass(problem, "last")
-    for of_key_block, of_diagonal in ((0.3, 0.1), (0.1, 0.3), (0.5, 0.02)):
-        least = torch.tensor([of_key_block, of_diagonal], dtype=torch.float64)[:, None, None] * torch.tensor([1.0, 0.6])
-        least = least.expand(2, 3, 2).contiguous()
-        for near in (0, 1, 3, 2**62):
-            expected = plain.last_rows_lines(problem, mass, least, near)
-            assert torch.equal(kernels.last_rows_lines(of_kernels, last, least, near) != 0, expected)
-            assert expected.any()
+    candidates = candidate_lines(problem.seen)[0].unsqueeze(1)
+    for gamma, multiple in ((BY_HEAD, 2.0), (BY_HEAD, 1e9), (0.6, 4.0), (HIGH, 1e9)):
+        expected = plain.key_blocks(problem, mass, problem.as_tensor(gamma, (3,)), multiple)
+        assert torch.equal(kernels.key_blocks(of_kernels, last, gamma, multiple) != 0, expected)
+        assert expected.any() and not torch.equal(expected, candidates.expand_as(expected))
 
 
-@pytest.mark.parametrize("scores", [{}, {"window": 40}], ids=str)
-def test_blocks_of_the_rows(monkeypatch, scores):
+# gamma, multiple of even shares, floor: of 0.8 six halvings hold it in some query blocks
+A_TENSOR = torch.tensor(0.7, dtype=torch.float64)
+CHOICES = ((BY_HEAD, 3.0, 0), (HIGH, 4e9, 0.7), (BY_HEAD, 100.0, 0.8), (0.6, 20.0, A_TENSOR))
+
+
+@pytest.mark.parametrize(("scores", "choices"), [({}, CHOICES), ({"window": 40}, CHOICES[:2])], ids=["causal", "window"])
+def test_blocks_of_the_rows(monkeypatch, scores, choices):
     """Of drawn evidence, with rows that hold NaN or nothing, and many tiles of few columns."""
     monkeypatch.setattr(kernels, "_COLUMNS", 2)
-    of_plain, of_kernels = problems(q_len=110, heads=4, **scores)
-    visible = of_plain.visible.expand(-1, 4, -1, -1)
+    of_plain, of_kernels = problems(q_len=110, heads=3, **scores)
+    visible = of_plain.visible.expand(-1, 3, -1, -1)
     share = (4 * torch.rand(visible.shape)).exp() * visible
     share = share / share.sum(-1, keepdim=True).clamp(min=1)
     number = torch.randint(0, 3, share.shape[:3], dtype=torch.int32)
@@ -70,10 +73,8 @@ def test_blocks_of_the_rows(monkeypatch, scores):
     number[0, 0, 5] = 2
     squares = (share * share * number.clamp(min=1)[..., None]).masked_fill(~visible[:1], torch.nan)
     monkeypatch.setattr(kernels, "squares_of_shares", lambda problem, split: (squares, number))
-    for least in (0.01, 0.3, 2.0, 60.0):
-        thresholds = least * (0.5 + torch.rand(share.shape[:3], dtype=torch.float64))
-        for coverage in (0, 0.2, 0.7, 1.0, torch.tensor(0.7, dtype=torch.float64)):
-            expected = plain.row_blocks(of_plain, plain.RowEvidence(share, share), thresholds, 1 / 16, coverage)
-            codes = kernels.row_blocks(of_kernels, None, thresholds, 1 / 16, coverage).codes
-            assert torch.equal(codes[visible] & 2 != 0, expected.chosen[visible])
-            assert torch.equal(codes[visible] & 1 != 0, expected.lines[visible])
+    evidence = plain.RowEvidence(share, share)
+    for gamma, multiple, coverage in choices:
+        expected = plain.row_blocks(of_plain, evidence, of_plain.as_tensor(gamma, (3,)), multiple, coverage)
+        codes = kernels.row_blocks(of_kernels, None, gamma, multiple, coverage).codes
+        assert torch.equal(codes[visible] != 0, expected.chosen[visible])

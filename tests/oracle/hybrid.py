@@ -1,4 +1,4 @@
-"""Hybrid selection as it is defined: each query block's own rows, and the lines of the representative rows.
+"""Hybrid selection as it is defined: each query block's own rows, and key blocks of the representative rows.
 
 Not from the paper: FlexPrefill looks at the representative rows alone. docs/algorithm.md, "Hybrid selection", has the rule with
 its constants, which are those of a `Rule` here.
@@ -11,36 +11,19 @@ import torch
 from torch import Tensor
 
 from tests.oracle import steps
-from tests.oracle.margins import COARSE, relative
+from tests.oracle.margins import relative
 from tests.oracle.result import ReferenceResult, head_mask
-from tests.oracle.steps import AttentionHead, KeyMeans, LineMass
+from tests.oracle.steps import AttentionHead, KeyMeans
 from tests.oracle.visibility import Block, Visibility
 
 
 class Rule(NamedTuple):
-    """The constants of the rule."""
+    """The constants of the rule, the first two in even shares."""
 
-    length: float  # tokens at which the thresholds are their multiples of 1 - gamma
-    gamma: float
-    longer: float
-    most_longer: float
-    key_block: float
-    diagonal: float
     rows: float
-    earlier_rows: float
-    first_rows: float
-    lines: float
-    nearest: int
+    last_rows: float
     halvings: int
     slack: float
-
-
-class Thresholds(NamedTuple):
-    """The least share that keeps a line of either kind, and a block of each query block's own."""
-
-    key_block: float
-    diagonal: float
-    rows: list[float]
 
 
 def hybrid_selection(
@@ -48,63 +31,37 @@ def hybrid_selection(
     last_rows_dense: bool = False, rule: Rule,
 ) -> ReferenceResult:  # fmt: skip
     """Decide one head."""
-    least, min_blocks = thresholds(seen, gamma, rule), math.ceil(min_budget / seen.block_size)
+    # 1 - gamma of what each of as many equal blocks gets as the query block with most sees
+    share = (1 - gamma) / max(len(seen.blocks_of(r)) for r in range(seen.num_q_blocks))
     last_rows = steps.representative_rows("last", seen)
     attention = steps.representative_attention(head, last_rows, seen)
-    near = rule.nearest * min_blocks
 
     # the most that one of the rows gives to each key block
     largest = torch.stack([steps.by_block(row, seen.block_size) for row in attention]).amax(0)
-    key_blocks = [j for j in seen.key_blocks if largest[j] >= least.key_block]
-    left = attention_left(attention, last_rows, key_blocks, near, seen)
-    mass = LineMass(largest, steps.slash_mass(left, last_rows, seen))
-    diagonals = [c for c in seen.diagonals if mass.slash[c] >= least.diagonal]
+    key_blocks = [j for j in seen.key_blocks if largest[j] >= rule.last_rows * share]
 
     shares = row_shares(head, steps.block_means(head.key, seen), seen, row_stride)
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
     of_rows, doubts = set[Block](), []
     for r in range(seen.num_q_blocks):
         own = {j: float(evidence[r, j]) for j in seen.blocks_of(r)}
-        chosen, doubt = blocks_of_rows(own, least.rows[r], min_coverage, rule)
+        chosen, doubt = blocks_of_rows(own, rule.rows * share, min_coverage, rule)
         of_rows |= {(r, j) for j in chosen}
         doubts.append(doubt)
 
-    deciding = {row // seen.block_size for row in last_rows}
-    on_lines = steps.extended_lines(key_blocks, diagonals, seen)
-    of_lines = {(r, j) for r, j in on_lines if r in deciding or evidence[r, j] >= rule.lines * least.rows[r]}
-
-    always = steps.blocks_kept_always(seen) | nearest_blocks(deciding, near, min_blocks, seen)
+    of_last = {(r, j) for r, j in seen.visible_blocks if j in key_blocks}
+    nearest = nearest_blocks(math.ceil(min_budget / seen.block_size), seen)
+    always = steps.blocks_kept_always(seen)
     if last_rows_dense:
-        always |= {(r, j) for r in deciding for j in seen.blocks_of(r)}
-    mask = head_mask(of_rows | of_lines | always, attention, last_rows, seen)
+        always |= {(row // seen.block_size, j) for row in last_rows for j in seen.blocks_of(row // seen.block_size)}
+    mask = head_mask(of_rows | of_last | nearest | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
-    least_covered = min(sampled, default=math.nan)
-    gated = {(r, j) for r, j in on_lines - always if r not in deciding}
-    margin = _margin(mass, evidence, gated, least, rule.lines, doubts, seen) if gamma < 1 else math.inf
-    numbers: dict[str, Any] = {"num_vertical_blocks": len(key_blocks), "num_slash_blocks": len(diagonals)}
-    coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": least_covered}
-    return mask._replace(**mass._asdict(), margin=margin, **numbers, **coverages)
-
-
-def thresholds(seen: Visibility, gamma: float, rule: Rule) -> Thresholds:
-    """From the numbers of key blocks that query blocks see."""
-    numbers = [len(seen.blocks_of(r)) for r in range(seen.num_q_blocks)]
-    most, at_length = max(numbers), rule.length / seen.block_size
-    g = 1 - gamma
-    if gamma > rule.gamma and most > at_length:
-        exponent = 1 + min(rule.most_longer, rule.longer * math.log2(most / at_length))
-        g = (1 - rule.gamma) * (g / (1 - rule.gamma)) ** exponent
-    share = g * min(2.0, at_length / most)
-    power = rule.earlier_rows * max(0.0, 1 - at_length / most)
-    rows = []
-    for number in numbers:
-        number = max(number, 1)
-        first = 1.0
-        if gamma < 1:
-            first = max(first, (rule.first_rows * at_length / number) ** 3 * (1 - rule.gamma) / g)
-        rows.append(rule.rows * share * (most / number) ** power * first**power)
-    return Thresholds(rule.key_block * share, rule.diagonal * share, rows)
+    coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": min(sampled, default=math.nan)}
+    decided = [relative(float(largest[j]), rule.last_rows * share) for j in seen.key_blocks]
+    decided += [relative(float(evidence[r, j]), rule.rows * share) for r, j in seen.visible_blocks] + doubts
+    margin = min(decided, default=math.inf) if gamma < 1 else math.inf
+    return mask._replace(vertical=largest, margin=margin, num_vertical_blocks=len(key_blocks), **coverages)
 
 
 def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float, rule: Rule) -> tuple[set[int], float]:
@@ -131,24 +88,9 @@ def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float
     return (chosen, margin) if held >= needed else (set(evidence), margin)
 
 
-def attention_left(attention: Tensor, rows: list[int], key_blocks: list[int], near: int, seen: Visibility) -> Tensor:
-    """Attention of the rows without that to the given key blocks beyond each row's `near` nearest."""
-    left = attention.clone()
-    for row_attention, row in zip(left, rows, strict=True):
-        own = (seen.offset + row) // seen.block_size
-        for j in key_blocks:
-            if own - j >= near:
-                row_attention[j * seen.block_size : (j + 1) * seen.block_size] = 0
-    return left
-
-
-def nearest_blocks(deciding: set[int], near: int, min_blocks: int, seen: Visibility) -> set[Block]:
-    """Visible blocks on the nearest block diagonals: `near` of them in `deciding` query blocks, `min_blocks` elsewhere."""
-
-    def reach(r: int) -> int:
-        return near if r in deciding else min_blocks
-
-    return {(r, j) for r, j in seen.visible_blocks if any(c < reach(r) for c in seen.diagonals_of(r, j))}
+def nearest_blocks(number: int, seen: Visibility) -> set[Block]:
+    """Visible blocks on the nearest `number` block diagonals."""
+    return {(r, j) for r, j in seen.visible_blocks if any(c < number for c in seen.diagonals_of(r, j))}
 
 
 def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride: int) -> list[Tensor]:
@@ -162,15 +104,3 @@ def row_shares(head: AttentionHead, keys: KeyMeans, seen: Visibility, row_stride
             attention.append(steps.pooled_attention(head, [row], keys, blocks))
         shares.append(torch.stack(attention))
     return shares
-
-
-def _margin(
-    mass: LineMass, evidence: Tensor, gated: set[Block], least: Thresholds, of_lines: float, doubts: list[float], seen: Visibility
-) -> float:
-    """Least distance from the thresholds; `gated` blocks depend on that of the lines too."""
-    by_key, by_diagonal = steps.line_candidates(mass, seen)
-    vertical = [relative(share, least.key_block) for share in by_key.values()]
-    slash = [relative(share, least.diagonal, COARSE) for share in by_diagonal.values()]
-    rows = [relative(float(evidence[r, j]), least.rows[r]) for r, j in seen.visible_blocks]
-    rows += [relative(float(evidence[r, j]), of_lines * least.rows[r]) for r, j in gated] + doubts
-    return min([*vertical, *slash, *rows], default=math.inf)
