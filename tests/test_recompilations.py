@@ -95,7 +95,11 @@ def mask_of(method, length, **options):
 
 @pytest.mark.parametrize(
     "method",
-    ["hybrid", "xattention", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flexprefill", "streaming_llm", "vertical_slash"))],
+    [
+        "hybrid",
+        "xattention",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("flexprefill", "streaming_llm", "vertical_slash")),
+    ],
 )
 def test_windows_and_lengths_share_the_compilations_of_a_selection_of_which_a_cpu_has_none(counting, request, method):
     windows, lengths = (60, 90, 140, 1000), (300, 333, 257)
