@@ -132,18 +132,21 @@ def on_files(files: Any, config: Any) -> Any:
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         files.append(File.generated(config, site_path(page), content=relinked(text, page, config.repo_url)))
-        for link in links(text):
-            goal = resolved(page, link.target)
-            if (
-                goal
-                and goal[0].endswith(".png")
-                and not goal[0].startswith("docs/")
-                and files.get_file_from_path(goal[0]) is None
-            ):
-                files.append(File.generated(config, goal[0], abs_src_path=str(ROOT / goal[0])))
+    for picture in sorted({*pictures()} - {file.src_uri for file in files}):
+        files.append(File.generated(config, picture, abs_src_path=str(ROOT / picture)))
     for place, content in notebooks(config.repo_url):
         files.append(File.generated(config, place, content=content))
     return files
+
+
+def pictures() -> Iterator[str]:
+    """The pictures outside of docs/ that pages show."""
+    in_docs = (path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+    for page in (*PAGES, *in_docs):
+        for link in links((ROOT / page).read_text(encoding="utf-8")):
+            goal = resolved(page, link.target)
+            if goal and goal[0].endswith(".png") and not goal[0].startswith("docs/"):
+                yield goal[0]
 
 
 def notebooks(repo_url: str | None) -> Iterator[tuple[str, str | bytes]]:

@@ -63,7 +63,9 @@ def test_calls_under_a_dispatch_mode_run_or_name_it(mode, expected):
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state", [pytest.param(name, marks=pytest.mark.slow) if "float64" in name or "cpu" in name else name for name in STATES]
+)
 def test_other_modes_and_defaults_change_nothing(state, expected):
     with torch.no_grad(), STATES[state]():
         found = results({**UNCOMPILED, **COMPILED})

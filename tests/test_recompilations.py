@@ -93,7 +93,14 @@ def mask_of(method, length, **options):
     return getattr(block_masks, f"{method}_mask")(*cut(length)[:2], block_size=32, **options)
 
 
-@pytest.mark.parametrize("method", ["flexprefill", "hybrid", "streaming_llm", "xattention", "vertical_slash"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "hybrid",
+        "xattention",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("flexprefill", "streaming_llm", "vertical_slash")),
+    ],
+)
 def test_windows_and_lengths_share_the_compilations_of_a_selection_of_which_a_cpu_has_none(counting, request, method):
     windows, lengths = (60, 90, 140, 1000), (300, 333, 257)
     expected = [mask_of(method, 200, window=window) for window in windows] + [mask_of(method, length) for length in lengths]

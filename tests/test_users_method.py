@@ -275,10 +275,11 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
     ("make", "reaches", "lengths"),
     [
         *((make, (20, 30, 40), (60, 90, 120)) for make in CAPTURED),
-        *((make, (20.0, 30.0, 40.0), (60, 90, 120)) for make in (in_closure, Near)),
+        (in_closure, (20.0, 30.0, 40.0), (60, 90, 120)),
+        pytest.param(Near, (20.0, 30.0, 40.0), (60, 90, 120), marks=pytest.mark.slow),
         # which no other test captures
         (in_closure, (41, 42.5, 43), (LENGTH,) * 3),
-        (in_closure, (33,) * 3, (60, 75, 90)),
+        pytest.param(in_closure, (33,) * 3, (60, 75, 90), marks=pytest.mark.slow),
     ],
 )
 def test_captured_numbers_may_change_without_a_limit_of_recompilations(make, reaches, lengths):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.report import fidelity, first_token, leaderboard, should_i_use_it, speed, trained
+from bench.report import answers, fidelity, first_token, leaderboard, should_i_use_it, speed, trained
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +20,7 @@ FILLED = (
     "README.md",
     "docs/try-it.md",
     "docs/options.md",
+    "docs/hybrid.md",
     "docs/performance.md",
     "bench/FIDELITY.md",
     "bench/REPORT.md",
@@ -33,6 +34,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **should_i_use_it.TABLES,
     **first_token.TABLES,
     **trained.TABLES,
+    **answers.TABLES,
 }
 FIGURES: dict[str, Callable[..., None]] = {
     "fidelity-by-density": fidelity.draw_by_density,
