@@ -20,7 +20,6 @@ FILLED = (
     "README.md",
     "docs/try-it.md",
     "docs/options.md",
-    "docs/hybrid.md",
     "docs/performance.md",
     "bench/FIDELITY.md",
     "bench/REPORT.md",
