@@ -32,7 +32,8 @@ LAST_BLOCKS: dict[str, Any] = {
 
 
 def test_equals_the_oracle():
-    drawn, fixed = [], {"method": "hybrid", "block_sizes": [16], "budgets": (0, 3)}
+    drawn = []
+    fixed: dict[str, Any] = {"method": "hybrid", "block_sizes": [16], "budgets": (0, 3)}
     by_stride = st.sampled_from([1, 4, 8, 16]).flatmap(lambda n: cases(row_stride=n, **fixed))
     for factor in (1, 0.3, 0.1):
         with lower_thresholds(factor):
