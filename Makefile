@@ -92,8 +92,8 @@ format: $(READY) ## sort imports and format, in place
 bench: $(READY) ## speed in brief; PART=latency|memory|compile measures that for the report, on a GPU
 	$(if $(PART),$(RUN) -m bench.speed.run $(PART) $(ARGS),$(RUN) -m pytest bench --benchmark-only $(ARGS))
 
-notebooks: $(READY) ## run docs/notebooks/tuning.ipynb again and keep its output (minutes, on a CPU); NOTEBOOK=docs/notebooks/gpu.ipynb: on a GPU
-	MPLBACKEND=agg $(RUN) docs/notebook.py $(or $(NOTEBOOK),docs/notebooks/tuning.ipynb) $(ARGS)
+notebooks: $(READY) ## run docs/notebooks/gpu.ipynb again and keep its output (on a GPU)
+	MPLBACKEND=agg $(RUN) docs/notebook.py docs/notebooks/gpu.ipynb $(ARGS)
 
 bench-report: $(READY) ## tables and figures of the reports from the measured rows (no GPU)
 	$(RUN) -m bench.report $(ARGS)

@@ -23,13 +23,12 @@ _MODULES = {
     "sparse_attention": "attention",
     "sparse_attention_varlen": "varlen",
     "sparse_prefill": "integrations.huggingface",
-    "tune": "integrations.huggingface",
     "warmup": "warming",
 }
 # written out: type checkers read it
 __all__ = [
     "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",
-    "sparse_prefill", "tune", "warmup",
+    "sparse_prefill", "warmup",
 ]  # fmt: skip
 
 

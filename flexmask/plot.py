@@ -30,7 +30,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
     Parameters
     ----------
     source
-        A run (`PrefillRun`), the result of `tune`, or their rows, dicts with ``layer``, ``head`` and ``density``. Values are
+        A run (`PrefillRun`) or its rows, dicts with ``layer``, ``head`` and ``density``. Values are
         means over batch rows and over calls that ran sparse, if any did.
     axes
         Where to draw. Default: a new figure of pyplot.
@@ -88,7 +88,7 @@ def plot_density(source: Any, axes: Axes | None = None) -> Axes:
 
 
 def _checked_rows(source: Any) -> list[Mapping[str, Any]]:
-    """The rows of a run or of a tuning result, or rows as they are, at least one."""
+    """The rows of a run, or rows as they are, at least one."""
     rows = source.rows() if callable(getattr(source, "rows", None)) else source
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes, Mapping)):
         raise TypeError(f"source must have rows(), as a run has, or be such rows; got {type(source).__name__}")

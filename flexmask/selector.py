@@ -76,7 +76,6 @@ class Method:
     row_numbers: Callable[..., int] | None = None
     shared: bool = False  # the heads decide together
     whole_blocks: bool = False  # whole prompts of whole blocks only
-    gammas: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)  # from which `flexmask.tune` chooses by default
     is_users: bool = False  # a user's function of query and key
 
     def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:

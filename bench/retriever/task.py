@@ -51,14 +51,6 @@ class Prompt:
     questions: Tensor
     answers: Tensor
 
-    def with_answers(self) -> Tensor:
-        """One row of the prompt and all answers and further questions, (prompt_tokens + 6 * num_queries - 2,) int64.
-
-        Answer ``i`` is predicted at positions ``prompt_tokens - 1 + 6 * i`` to ``prompt_tokens + 2 + 6 * i``.
-        """
-        records = torch.cat([self.questions, self.answers], dim=1).flatten()
-        return torch.cat([self.token_ids, records[QUESTION_TOKENS:]])
-
     def text(self) -> str:
         """The prompt as words, which the tokenizer turns back into ``token_ids``."""
         return text_of(self.token_ids)

@@ -19,8 +19,6 @@ if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
 RULE = Rule()
-# from which a gamma per head is tuned: 1 computes nothing
-GAMMAS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.98, 1.0)
 
 
 def _check(*, block_size: int, row_stride: int, last_rows_dense: object, **_: Any) -> None:
@@ -45,7 +43,6 @@ def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_:
     check=_check,
     keeps_all=lambda gamma, **_: gamma == 1,
     head_bytes=_head_bytes,
-    gammas=GAMMAS,
 )
 def hybrid_mask(
     problem: BlockProblem,

@@ -15,7 +15,6 @@ from flexmask.commands.doctor import doctor
 from flexmask.commands.gain import gain
 from flexmask.commands.inspect import inspect
 from flexmask.commands.options import CommandError
-from flexmask.commands.tune import tune
 
 _TRACEBACK = "FLEXMASK_TRACEBACK"
 
@@ -47,7 +46,7 @@ class Group(TyperGroup):
 app = typer.Typer(
     name="flexmask",
     cls=Group,
-    help="Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune.",
+    help="Sparse prefill attention: check a machine and a model, measure the gain, inspect.",
     no_args_is_help=True,
     # `Group` prints errors
     pretty_exceptions_enable=False,
@@ -73,9 +72,9 @@ def program(
         bool, typer.Option("--traceback", help=f"Show the traceback of an error, as {_TRACEBACK}=1 does.")
     ] = False,
 ) -> None:
-    """Sparse prefill attention: check a machine and a model, measure the gain, inspect, tune."""
+    """Sparse prefill attention: check a machine and a model, measure the gain, inspect."""
     # `Group` reads --traceback
 
 
-for _command in (doctor, gain, inspect, tune):
+for _command in (doctor, gain, inspect):
     app.command()(_command)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexmask.settings import Named as NamedSettings
 
 
-@with_common()
+@with_common
 def doctor(
     common: Common,
     named: Annotated[

@@ -20,7 +20,7 @@ LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
 _LENGTHS, _LENGTHS_ON_CPUS = "32768,131072", "16384,32768"
 
 
-@with_common()
+@with_common
 def gain(
     common: Common,
     named: Named = None,

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -20,6 +19,7 @@ from flexmask.base.inputs import SparseInputs
 from flexmask.commands import gain_times
 from flexmask.commands.gain_times import seconds_in_turns, wait
 from flexmask.commands.loading import remark_if_short
+from flexmask.commands.log_probs import log_probs, logits_of
 from flexmask.commands.options import option_errors
 from flexmask.commands.output import Advance, Output
 from flexmask.environment import device_name
@@ -28,14 +28,12 @@ from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.tune.probe import logits_of, scored_tokens
 from flexmask.settings import Named, PrefillSettings
 
 # experts per token, and all experts
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST_SECONDS = 600.0  # of a prompt's prefills on a CPU, if they can be so short
-_AT_ONCE = 256  # log-probabilities at a time in float32
 
 
 def of_config(
@@ -137,7 +135,7 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
     """Three prefills: sparse, dense, and one that times each layer both ways; one if every layer runs dense."""
     start = time.perf_counter()
     with sparse_prefill(model, settings=settings) as run:
-        sparse = _log_probs(model, ids)
+        sparse = log_probs(model, ids)
     sparse_seconds = time.perf_counter() - start
     summary = run.summary()
     plans = ("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
@@ -148,7 +146,7 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
     # as if dense were no slower: a dense prefill, and every call of both kinds three times
     _remark_wait(output, "The first of three prefills", sparse_seconds, 8 * sparse_seconds, model.device)
     start = time.perf_counter()
-    dense = _log_probs(model, ids)
+    dense = log_probs(model, ids)
     dense_seconds = time.perf_counter() - start
     timing, left = 4 * sparse_seconds + 3 * dense_seconds, _MOST_SECONDS - sparse_seconds - 2 * dense_seconds
     every = min(row["layers"]["sparse"], max(1, math.ceil(timing / max(left, 1e-9)))) if model.device.type == "cpu" else 1
@@ -157,7 +155,7 @@ def _prompt_gain(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings,
     timed = _Timed(model.device, every)
     start = time.perf_counter()
     with opened(model, PrefillRun(settings, collect_stats=False), timed):
-        logits_of(model, ids[0], torch.tensor([ids.shape[1] - 1], device=ids.device))
+        logits_of(model, ids, torch.tensor([ids.shape[1] - 1], device=ids.device))
     wait(model.device)
     rest = max(0.0, time.perf_counter() - start - timed.spent)
     times = timed.times()
@@ -232,12 +230,3 @@ class _Timed:
             calls, timed = calls + of_kind, timed + measured
         whole.share = timed / max(calls, 1)
         return whole
-
-
-def _log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Log-probabilities of up to `MOST_SCORED` evenly spaced tokens of a prompt, float32 on the CPU."""
-    scored = scored_tokens(ids[0])
-    logits = logits_of(model, ids[0], scored)
-    targets = ids[0, scored + 1].to(logits.device)
-    parts = zip(logits.split(_AT_ONCE), targets.split(_AT_ONCE), strict=True)
-    return torch.cat([-F.cross_entropy(part.float(), target, reduction="none") for part, target in parts]).cpu()

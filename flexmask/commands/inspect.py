@@ -12,7 +12,7 @@ from flexmask.commands.options import Common, Model, Named, model_named, needs, 
 from flexmask.commands.output import Output
 
 
-@with_common()
+@with_common
 def inspect(
     common: Common,
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],

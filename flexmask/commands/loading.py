@@ -121,7 +121,7 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def read_text(path: str, output: Output, option: str = "--prompt") -> str:
+def read_text(path: str, output: Output) -> str:
     """The UTF-8 text of a file, or of stdin for ``-``, with its line ends; an empty one is refused.
 
     A byte order mark, which would be a token, is left out with a remark.
@@ -130,12 +130,12 @@ def read_text(path: str, output: Output, option: str = "--prompt") -> str:
     try:
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        usage_error(f"cannot read {name}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}", option)
+        usage_error(f"cannot read {name}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}", "--prompt")
     if text.startswith(_BYTE_ORDER_MARK):
         text = text.removeprefix(_BYTE_ORDER_MARK)
         output.remark(f"{name} begins with a byte order mark, which is left out")
     if not text.strip():
-        usage_error(f"{name} is empty", option)
+        usage_error(f"{name} is empty", "--prompt")
     return text
 
 
@@ -147,12 +147,11 @@ def prompt_ids(
     *,
     chat: bool = False,
     new_tokens: int = 0,
-    option: str = "--prompt",
 ) -> Tensor:
     """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message.
 
-    Refuses, as errors of `option`, what the model cannot read: one token, tokens that it does not embed, and with `new_tokens`
-    after them more than it has learned positions for.
+    Refuses, as errors of ``--prompt``, what the model cannot read: one token, tokens that it does not embed, and with
+    `new_tokens` after them more than it has learned positions for.
     """
     from flexmask.integrations.huggingface.compat import learned_positions
 
@@ -164,16 +163,16 @@ def prompt_ids(
     ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
     length = ids.shape[1]
     if length < 2:
-        usage_error(f"must hold at least two tokens; got {length}", option)
+        usage_error(f"must hold at least two tokens; got {length}", "--prompt")
     embeddings: Any = model.get_input_embeddings()
     rows = len(embeddings.weight)
     if int(ids.max()) >= rows:
-        usage_error(f"the tokenizer made token {int(ids.max()):,} of it; the model embeds tokens below {rows:,}", option)
+        usage_error(f"the tokenizer made token {int(ids.max()):,} of it; the model embeds tokens below {rows:,}", "--prompt")
     # the last new token is not read
     longest, read = learned_positions(model), length + max(new_tokens - 1, 0)
     if longest is not None and read > longest:
         after = f" and {new_tokens:,} new ones" if new_tokens else ""
-        usage_error(f"{length:,} tokens{after} exceed the {longest:,} positions that the model has learned", option)
+        usage_error(f"{length:,} tokens{after} exceed the {longest:,} positions that the model has learned", "--prompt")
     return ids
 
 

@@ -42,11 +42,11 @@ def needs(package: str, extra: str) -> CommandError:
 
 
 @contextlib.contextmanager
-def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -> Iterator[None]:
+def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]:
     """Turn the library's errors about arguments, and unreadable files, into errors about options.
 
-    ``gamma must be in (0, 1]; got 2`` becomes an error of ``--gamma`` if that is in `options`, else of what `by_name` has for the
-    argument, else of `otherwise`; without one it is raised again.
+    ``gamma must be in (0, 1]; got 2`` becomes an error of ``--gamma`` if that is in `options`, else of `otherwise`; without one
+    it is raised again.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -
         from flexmask.selector import UnknownOption
 
         name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
-        option = next((known for known in options if known == f"--{name.replace('_', '-')}"), by_name.get(name, otherwise))
+        option = next((known for known in options if known == f"--{name.replace('_', '-')}"), otherwise)
         if option is None:
             raise
         message = (
@@ -64,7 +64,7 @@ def option_errors(*options: str, otherwise: str | None = None, **by_name: str) -
 
 
 class Common(NamedTuple):
-    """The last options of every command; None where a command leaves one out or it was not given."""
+    """The last options of every command; None where one was not given."""
 
     device: Annotated[
         str | None, typer.Option(help="A torch device, or 'auto' for device_map='auto'. Default: cuda, else cpu.")
@@ -84,9 +84,7 @@ class Common(NamedTuple):
     dense_below: Annotated[
         int | None, typer.Option(help="Prompts of fewer tokens run dense. Default: 16384. 0: no prompt does.")
     ] = None
-    settings: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Settings as JSON, as 'flexmask tune' writes them; options override them.")
-    ] = None
+    settings: Annotated[Path | None, typer.Option(metavar="FILE", help="A settings file, JSON; options override it.")] = None
     option: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="Any other option or setting, as in --option block_size=64. Repeatable."),
@@ -139,26 +137,21 @@ class Common(NamedTuple):
         return option_errors(*flags, otherwise="--option" if self.option else otherwise)
 
 
-def with_common(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The decorator of a command whose first parameter is a `Common`: typer sees its fields as options, after the command's."""
+def with_common(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command whose first parameter is a `Common`: typer sees its fields as options, after the command's."""
+    hints = get_type_hints(Common, include_extras=True)
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(Common, include_extras=True)
-        names = [name for name in Common._fields if name not in left_out]
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        command(Common(**{name: given.pop(name) for name in Common._fields}), **given)
 
-        @functools.wraps(command)
-        def run(**given: Any) -> None:
-            command(Common(**{name: given.pop(name) for name in names}), **given)
-
-        _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
-        shared = (
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=Common._field_defaults[name], annotation=hints[name])
-            for name in names
-        )
-        run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]  # read by inspect
-        return run
-
-    return decorate
+    _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
+    shared = (
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=Common._field_defaults[name], annotation=hints[name])
+        for name in Common._fields
+    )
+    run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]  # read by inspect
+    return run
 
 
 def model_named(named: str | None, model: str | None) -> str:

@@ -11,20 +11,16 @@ if TYPE_CHECKING:
     from flexmask.integrations.huggingface.registration import register as register
     from flexmask.integrations.inspect import inspect_prefill as inspect_prefill
     from flexmask.integrations.record import PrefillRun as PrefillRun
-    from flexmask.integrations.tune import TuneResult as TuneResult
-    from flexmask.integrations.tune import tune as tune
     from flexmask.settings import PrefillSettings as PrefillSettings
 
 # imported on first use: these folders import modules of this one
 _MODULES = {
     "PrefillRun": "integrations.record",
     "PrefillSettings": "settings",
-    "TuneResult": "integrations.tune",
     "configure": "integrations.huggingface.model_config",
     "inspect_prefill": "integrations.inspect",
     "register": "integrations.huggingface.registration",
     "sparse_prefill": "integrations.huggingface.prefill",
-    "tune": "integrations.tune",
 }
 __all__ = list(_MODULES)
 

@@ -89,7 +89,7 @@ class sparse_prefill(ContextDecorator):
     method
         As in `flexmask.sparse_attention`. Default ``"hybrid"``.
     settings
-        Whole settings, as from `tune`, or a file of them, instead of all other options.
+        Whole settings, or a file of them, instead of all other options.
     collect_stats, collect_masks
         Keep statistics (default True) and the BlockMask (default False) of every prefill call until the run is dropped.
     max_calls

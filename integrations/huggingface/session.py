@@ -77,7 +77,6 @@ class Scope:
     configs: list[Any]
     holder: ref[Any]  # what keeps the scope open, as a `with` statement's exit
     closed: bool = False
-    undo: list[Callable[[], None]] = field(default_factory=list)  # undoes other changes of a scope's work; may run twice
 
     @classmethod
     @locked(_LOCK)
@@ -134,8 +133,6 @@ class Scope:
     def give_back(self) -> None:
         """Undo `switch`, or the part of it that was done and is not undone yet."""
         self.session.scopes = tuple(scope for scope in self.session.scopes if scope is not self)
-        for undo in self.undo:
-            undo()
         for config in self.configs:
             switched = SWITCHED.get(id(config))
             if switched is not None:

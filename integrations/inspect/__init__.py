@@ -71,7 +71,7 @@ class Inspection:
         method = self.run.settings.selector().method
         advice = f"Let method {method.name!r} keep more blocks."
         if "gamma" in method.shares:
-            advice = "Raise gamma, or tune on a prompt of this length."
+            advice = "Raise gamma."
         lost = f"The mask holds {held[-1]:.1%} of the attention of the prompt's last quarter, {held[0]:.1%} of the first's."
         return f"{lost} {advice}"
 

@@ -33,7 +33,7 @@ class LayerSummary:
         Calls by the reason for running dense.
     density
         Share of the causal query-key pairs that the masks keep: mean over calls weighted by their pairs. Dense calls, which have
-        no mask, count as 1; heads `served_densely` count by their mask, as in `tune` and in `flexmask.SelectionStats`.
+        no mask, count as 1; heads `served_densely` count by their mask, as in `flexmask.SelectionStats`.
     coverage
         Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
     lowest

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 
 import flexmask.commands.gain as command
 from flexmask import sparse_prefill
-from flexmask.commands import gain_model
+from flexmask.commands import gain_model, log_probs
 from flexmask.commands.gain_model import weights_per_token
 from flexmask.commands.gain_times import Times, random_times
 from flexmask.commands.loading import prompt_ids
@@ -76,6 +76,19 @@ def test_a_prompt_gives_density_and_error(flexmask, folder, prompt):
     assert error["log_prob_change"] > 1e-4
     assert error["loss_dense"] == pytest.approx(-float(dense.mean()), rel=1e-4)
     assert error["loss_sparse"] - error["loss_dense"] == pytest.approx(-float(change.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("gives_every_logit", [False, True])
+def test_log_probabilities_are_those_of_evenly_spaced_tokens(folder, monkeypatch, gives_every_logit):
+    model, ids = AutoModelForCausalLM.from_pretrained(folder), torch.arange(530)[None] * 7 % 96
+    forward = model.forward
+    if gives_every_logit:
+        model.forward = lambda input_ids, use_cache: forward(input_ids=input_ids, use_cache=use_cache)
+    monkeypatch.setattr(log_probs, "MOST_SCORED", 300)
+    with torch.no_grad():
+        every = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        found = log_probs.log_probs(model, ids)
+    torch.testing.assert_close(found, every[torch.linspace(0, 528, 300).round().long()])
 
 
 @pytest.mark.attention

@@ -138,8 +138,6 @@ def test_a_prompt_beyond_learned_positions_is_refused(flexmask, gpt2, prompt, tm
     for words in ("gain", f"inspect --out {tmp_path / 'out'}"):
         result = flexmask(*words.split(), gpt2, "--prompt", prompt, "--device", "cpu", code=2)
         assert f"'--prompt': {said}" in " ".join(result.stderr.split())
-    result = flexmask("tune", gpt2, "-t", prompt, "-o", tmp_path / "o.json", "--density", ".9", "--device", "cpu", code=2)
-    assert f"'--text': {said}" in " ".join(result.stderr.split())
     result = flexmask("doctor", gpt2, "--skip-self-test", "--device", "cpu", code=commands.PROBLEM)
     assert "32,768 tokens exceed the 128 positions that the model has learned" in result.stdout
     assert "A problem was found." in result.stdout

@@ -1,4 +1,4 @@
-"""Models that commands read, `flexmask tune` and `flexmask inspect` on a tiny model."""
+"""Models that commands read, and `flexmask inspect` on a tiny model."""
 
 import json
 import re
@@ -10,12 +10,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from flexmask import commands
-from flexmask.integrations.huggingface import PrefillSettings
-
-TUNE = ("--option", "block_size=32", "--min-budget", "0", "--json")
 
 
-@pytest.mark.parametrize("words", ["doctor", "gain", "inspect --prompt {} --out x", "tune --text {} --out x --density .5"])
+@pytest.mark.parametrize("words", ["doctor", "gain", "inspect --prompt {} --out x"])
 def test_the_model_may_be_an_argument_or_an_option(flexmask, prompt, words):
     for given in ("nowhere/at/all", "--model nowhere/at/all"):
         said = flexmask(*f"{words} {given}".format(prompt).split(), code=2).stderr
@@ -41,46 +38,11 @@ def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
     assert (loading, error.startswith(f"flexmask: cannot load {tmp_path}: ")) == (f"loading {tmp_path}", True)
 
 
-def test_tune_writes_settings_that_are_read_back(flexmask, folder, prompt, tmp_path):
-    out = tmp_path / "settings.json"
-    words = ("tune", "-m", folder, "-t", prompt, "-t", prompt, "--tokens", "150", "--method", "flexprefill", "-o", out, *TUNE)
-    found = flexmask(*words, "--density", ".9").json
-    assert found["prompt_tokens"] == [150, 150]
-    assert found["density"] <= 0.9 + 1e-9
-    settings = PrefillSettings.load(out)
-    assert settings.to_dict() == found["settings"] == PrefillSettings.load(out).to_dict()
-    assert all(settings.selector(row["layer"]).options["gamma"][row["head"]] == row["gamma"] for row in found["heads"])
-    assert len(found["heads"]) == 8
-    lower = flexmask(*words, "--error", ".01").json
-    assert lower["error"] <= 0.01
-    assert lower["uniform"] == found["uniform"]
-    plan = flexmask("doctor", "--skip-self-test", "--model", folder, "--settings", out, "--device", "cpu", "--json").json
-    assert [each["plan"] for each in plan["layers"]] == ["sparse", "sparse"]
-
-
-def test_an_interrupted_tune_goes_on(flexmask, folder, prompt, tmp_path, monkeypatch):
-    import flexmask.integrations.tune.probe as module
-
-    out = tmp_path / "settings.json"
-    measure = Mock(side_effect=[module.head_errors, KeyboardInterrupt, *[module.head_errors] * 3])
-    monkeypatch.setattr(module, "head_errors", lambda *given: measure()(*given))
-    words = ("tune", "-m", folder, "-t", prompt, "--tokens", "100", "-o", out, *TUNE, "--density", "1")
-    result = flexmask(*words, code=commands.INTERRUPTED)
-    assert "settings.json.measured: the same command continues from there" in result.stderr.replace("\n", " ")
-    assert result.stdout == ""
-    assert not out.exists()
-    flexmask(*words)
-    assert measure.call_count == 3  # one before, one broken off, one after
-    assert out.exists()
-    # another text is refused, until told to start over
-    prompt.write_text("w5 " + prompt.read_text())
-    said = flexmask(*words, code=2).stderr
-    assert "'--resume': resume must be a file of the same" in said
-    # a wrong option costs no measurement
-    flexmask(*words, "--no-resume", "--density", "7", code=2)
-    assert any(tmp_path.glob("*.measured*"))
-    flexmask(*words, "--no-resume")
-    assert measure.call_count == 5
+def test_a_settings_file_holds_gammas_by_layer_and_head(flexmask, folder, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"0": {"gamma": [0.5, 0.9, 1, 1]}, "1": {"gamma": [1, 1, 1, 1]}}}')
+    plan = flexmask("doctor", folder, "--skip-self-test", "--settings", path, "--device", "cpu", "--json").json
+    assert [each["plan"] for each in plan["layers"]] == ["sparse", "dense"]
 
 
 SPARSE = ("--dense-below", 0, "--option", "block_size=32")

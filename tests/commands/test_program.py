@@ -27,7 +27,7 @@ def test_module_and_entry_point_are_the_program():
 def test_every_command_is_documented_with_its_options(flexmask):
     text = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8")
     listed = re.findall(r"^│? *(\w+)  ", flexmask("--help").stdout.partition("Commands")[2], re.MULTILINE)
-    assert {"doctor", "gain", "inspect", "tune"} == set(listed)
+    assert {"doctor", "gain", "inspect"} == set(listed)
     for command in listed:
         assert f"## flexmask {command}" in text
         section = text.partition(f"## flexmask {command}")[2].partition("\n## ")[0]
@@ -58,7 +58,6 @@ def test_characters_that_stdout_lacks_are_escaped():
     assert python("-c", code, "--version", PYTHONIOENCODING="ascii").endswith("\n|\\u0394|\n")
 
 
-TUNE = "tune -m {folder} -t {prompt} --out {out}"
 INSPECT = "inspect --model {folder} --prompt {prompt} --out {out}"
 REFUSED = [
     ("nothing", "No such command 'nothing'"),
@@ -94,17 +93,8 @@ REFUSED = [
     ("gain {folder} --prompt {blank}", "'--prompt': {blank} is empty"),
     ("gain {folder} --prompt {binary}", "not UTF-8 text"),
     ("gain {folder} --prompt {one}", "'--prompt': must hold at least two tokens; got 1"),
-    (f"{TUNE} --density .5 --text {{one}}", "'--text': must hold at least two tokens; got 1"),
     ("inspect --model {folder} --prompt {one} --out {out}", "'--prompt': must hold at least two tokens; got 1"),
     ("gain {folder} --prompt {prompt} --chat", "'--chat': the model's tokenizer has no chat template"),
-    (TUNE, "give one of --density and --error"),
-    (f"{TUNE} --density 1.5", "'--density': density must be"),
-    (f"{TUNE} --option block_size=32 --tokens 100 --density .001", "'--density': density must be at least"),
-    (f"{TUNE} --error -1", "'--error': error must be"),
-    (f"{TUNE} --density .5 --method best", "'--method': method must be one of"),
-    (f"{TUNE} --density .5 --tokens 20", "'--text': input_ids must hold more than block_size (128) tokens"),
-    (f"{TUNE} --density .5 --out no/such/folder/x.json", "'--out': no folder no/such/folder"),
-    (f"{TUNE} --density .5 --out {{folder}}/config.json", "'--out': config.json is a model's; name another file"),
     (f"{INSPECT} --heads 0", "must come with --layers"),
     (f"{INSPECT} --layers a", "must be numbers and ranges, as in 0,5-7; got 'a'"),
     (f"{INSPECT} --layers 3-1", "must name at least one"),

@@ -18,15 +18,6 @@ BATCH, LENGTH = 2, 530
 KEEP_ALL: dict[str, Any] = {"method": "flexprefill", "gamma": 1.0, "block_size": 32, "min_budget": 0, "dense_below": 0}
 SPARSE: dict[str, Any] = {"method": "flexprefill", "gamma": 0.6, "tau": 0.12, "block_size": 32, "min_budget": 0, "dense_below": 0}
 
-# short calls of tune
-GAMMAS = (0.2, 0.5, 0.8, 1.0)
-TUNE: dict[str, Any] = {"gammas": GAMMAS, "block_size": 16, "min_budget": 0, "progress": False}
-
-
-def tuned(model, tokens, **options):
-    options = {**TUNE, **({} if "error" in options else {"density": 0.6}), **options}
-    return flexmask_hf.tune(model, tokens, **options)
-
 
 def make_model(family="Llama", seed=0, **options):
     return FAMILIES[family].make(seed, **options)

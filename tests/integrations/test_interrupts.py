@@ -9,18 +9,17 @@ import torch
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
-from flexmask.integrations.tune.probe import backward_through_loss
 from tests.integrations.common import is_untouched
 from tests.interrupts import in_another_thread, interrupted
 
 # of what enters and leaves, without the forward and the checks of options
-FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "locking.py", "probe.py")
+FILES = ("session.py", "prefill.py", "registration.py", "precision.py", "locking.py")
 
 
-HOW = ("entered", "kept", "kept twice", "in a stack", "as a decorator", "with an error", "as inspect and tune do")
+HOW = ("entered", "kept", "kept twice", "in a stack", "as a decorator", "with an error", "as inspect does")
 
 
-def enter_and_leave(how, model, kept, ids):
+def enter_and_leave(how, model, kept):
     """Use a new block, or one that the program keeps."""
     match how:
         case "entered":
@@ -40,9 +39,9 @@ def enter_and_leave(how, model, kept, ids):
         case "with an error":
             with contextlib.suppress(KeyError), kept:
                 raise KeyError
-        case "as inspect and tune do":
-            with opened(model, PrefillRun()) as block:
-                backward_through_loss(block, ids[0])
+        case "as inspect does":
+            with opened(model, PrefillRun()):
+                pass
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def test_the_model_gets_its_own_back(model, prompt, how, then):
     before, expected = model.config.flexmask_config, model(ids).logits
     kept = flexmask_hf.sparse_prefill(model, gamma=0.8)
     number, left = 0, 0
-    for place in interrupted(lambda: enter_and_leave(how, model, kept, ids), FILES):
+    for place in interrupted(lambda: enter_and_leave(how, model, kept), FILES):
         was_left = model.config._attn_implementation != "sdpa"
         number, left = number + 1, left + was_left
         if how == "in a stack" and was_left:
@@ -76,8 +75,6 @@ def test_the_model_gets_its_own_back(model, prompt, how, then):
         else:
             assert torch.equal(model(ids).logits, expected)
         assert model.config.flexmask_config is before, place
-        assert all(parameter.requires_grad for parameter in model.parameters()), place
-        assert not model.get_input_embeddings()._forward_hooks, place
         del model.config.flexmask_config
         assert is_untouched(model), place
         model.config.flexmask_config = before

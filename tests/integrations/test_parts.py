@@ -13,7 +13,7 @@ from flexmask.integrations.huggingface.compat import input_device, learned_posit
 from flexmask.integrations.huggingface.layer_plan import layer_plan
 from flexmask.integrations.inspect import inspect_prefill
 from flexmask.settings import PrefillSettings
-from tests.integrations.common import make_model, tuned
+from tests.integrations.common import make_model
 from tests.integrations.families import SIZES
 
 _TEXT = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -84,13 +84,6 @@ def test_a_plan_takes_options_of_the_heads_of_each_layer():
         layer_plan(config, gamma=[0.5] * 4)
 
 
-def test_gammas_of_tune_fit_the_heads_of_each_layer():
-    model = laguna()
-    result = tuned(model, torch.arange(96), density=0.95)
-    assert [len(result.settings.selector(layer).options["gamma"]) for layer in range(3)] == [4, 6, 2]
-    flexmask_hf.sparse_prefill(model, settings=result.settings)
-
-
 def phi4():
     image = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     image |= {"image_size": 28, "patch_size": 14, "crop_size": 28, "num_img_tokens": 4}
@@ -157,7 +150,6 @@ def test_inputs_go_where_offloaded_weights_run(model, tokens, offload, tmp_path)
     assert offloaded.device.type == "meta"
     assert input_device(offloaded) == torch.device("cpu")
     assert inspect_prefill(offloaded, tokens[0]).about == expected.about
-    tuned(offloaded, tokens[0, :96], density=0.95)
 
 
 def test_learned_positions_are_counted():

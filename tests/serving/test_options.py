@@ -61,7 +61,7 @@ def test_the_model_s_config_counts_where_nothing_else_is_given():
     assert options_of_vllm({}, SimpleNamespace()).source == "defaults"
 
 
-def test_a_file_holds_what_tune_saves(of, tmp_path):
+def test_a_file_holds_settings(of, tmp_path):
     path = tmp_path / "settings.json"
     path.write_text(json.dumps(of(gamma=0.7, dense_layers=[1]).settings.to_dict()), encoding="utf-8")
     options = of(file=str(path))
