@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def by_task(folder: Path = FOLDER, length: int = 32768, chunk: int | None = None
     return markdown_table(["task", "prompts", "dense", *settings], lines)
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Path], list[str]]] = {
     "answers": by_task,
     "answers-64k": partial(by_task, length=65536),
     "answers-chunks": partial(by_task, chunk=8192),
