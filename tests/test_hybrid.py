@@ -78,6 +78,17 @@ def test_of_equal_blocks_the_nearest_hold_the_floor(share):
 
 
 @pytest.mark.parametrize("by", STEPS)
+def test_the_sixth_halving_reaches_what_the_fifth_does_not(by):
+    """Block 0 weighs as much as ten others, of which each reaches a 64th of the threshold and none a 32nd."""
+    query, key = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
+    query[..., 0], key[..., :16, 0] = 1, math.log(10)
+    with by():
+        keep = hybrid_mask(query, key, 0.01, block_size=16, min_budget=0, min_coverage=0.8, scale=1.0).to_dense()[0, 0]
+    # of 0.8 of all, 10 + 18, block 0 holds 10, and the nearest 13 others the rest; the last query block is dense
+    assert keep[18].nonzero().flatten().tolist() == [0, *range(6, 19)]
+
+
+@pytest.mark.parametrize("by", STEPS)
 def test_where_six_halvings_hold_less_than_the_floor_everything_is_kept(by):
     """Block 0 weighs as much as 45 others, of which none reaches a 64th of the threshold; of eleven beside it it holds 0.8."""
     query, key = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
