@@ -69,7 +69,14 @@ CHUNK: dict[str, Any] = {
 }  # fmt: skip
 # a window at the edge of a block shows or fills another block with every key
 EDGES: dict[str, Any] = {"q_len": 91, "kv_len": 139, "heads": (2, 1), **QUERY_AWARE}
-MANY_BLOCKS: dict[str, Any] = {"method": "hybrid", "q_len": 40, "kv_len": 9000, "heads": (2, 1), "head_dims": (16, 16)}
+MANY_BLOCKS: dict[str, Any] = {
+    "method": "hybrid",
+    "last_rows_dense": False,
+    "q_len": 40,
+    "kv_len": 9000,
+    "heads": (2, 1),
+    "head_dims": (16, 16),
+}
 CALLS: dict[str, dict[str, Any]] = {
     "one row of one key": {"q_len": 1},
     "one row of a block of 256": {"q_len": 1, "kv_len": 33, "block_size": 256},
@@ -113,7 +120,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "scores": {"window": 640, "softcap": 4.0},
     },
     # more key blocks than a program reads at once
-    "hybrid, a floor of few halvings": {**MANY_BLOCKS, "gamma": (0.5, 0.98), "min_coverage": 0.2, "last_rows_dense": False},
+    "hybrid, a floor of few halvings": {**MANY_BLOCKS, "gamma": (0.5, 0.98), "min_coverage": 0.2},
     "hybrid, a floor of many halvings": {**MANY_BLOCKS, "gamma": (0.3, 0.9), "min_coverage": 0.7},
     "hybrid, padding far from every edge": {
         "method": "hybrid", "q_len": 640, "kv_len": 700, "heads": (2, 1), "attention_mask": padding(700, ("holes", 7)),
@@ -127,7 +134,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @poisoned
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "many halvings" in name else name for name in CALLS]
+)
 def test_masks_equal_those_of_the_plain_steps(name):
     case = call(**{"gamma": 0.5, "tau": 0.1, "row_stride": 4, **CALLS[name]})
     plain, expected, found = case.search(), case.reference(), search(case)
@@ -225,7 +234,10 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
 @pytest.mark.parametrize(
     "options",
     [
-        {"gamma": [0.5, 0.3, 1.0, 0.8], "max_budget": 80, "query_aware": "per_query", "index_queries": "middle"},
+        pytest.param(
+            {"gamma": [0.5, 0.3, 1.0, 0.8], "max_budget": 80, "query_aware": "per_query", "index_queries": "middle"},
+            marks=pytest.mark.slow,
+        ),
         {"method": "hybrid", "gamma": 0.8, "min_budget": 16, "min_coverage": 0.5},
     ],
     ids=["flexprefill", "hybrid"],
