@@ -122,7 +122,7 @@ def settings_of(attention: str, tokens: int) -> dict[str, Any]:
 
 
 def _kept(nearest: int, number: int) -> int:
-    """Blocks that hybrid keeps of so many query blocks where attention is even: the nearest ones and the first, of the last all."""
+    """Blocks that hybrid keeps of so many query blocks where attention is even: the nearest and the first; of the last all."""
     return sum(min(seen, nearest + 1) for seen in range(1, number)) + number
 
 

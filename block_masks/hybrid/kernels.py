@@ -33,7 +33,7 @@ def _least(gamma, gamma_bits, most, head, batch, MULTIPLE: tl.constexpr, BY_HEAD
 
 
 def _read(gamma: Number, problem: BlockProblem) -> tuple[Tensor, int, bool]:
-    """gamma as kernels read it: by head, or the bits of its float64."""
+    """A gamma as kernels read it: by head, or the bits of its float64, and whether it is by head."""
     if isinstance(gamma, Tensor):
         return gamma, 0, True
     return problem.edges.most, struct.unpack("q", struct.pack("d", gamma))[0], False

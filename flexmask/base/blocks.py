@@ -25,13 +25,14 @@ def is_off(option: Number) -> bool:
 class Steps(Protocol):
     """The steps that methods share: `flexmask.plain` or `flexmask.kernels`, with types of their own where Any stands.
 
-    Kept lines are (2, batch, num_heads, num_kv_blocks), bool in plain steps and int8 in kernels: key blocks, then diagonals.
+    Kept lines are (2, batch, num_heads, num_kv_blocks), bool in plain steps and int8 in kernels: key blocks, then diagonals, or
+    (1, ..) without these.
     """
 
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
     def representative_mass(self, problem: BlockProblem, which: str, /) -> Any: ...
     def kept_blocks(
-        self, problem: BlockProblem, lines: Tensor, blocks: Any, last: Any = None, nearest: tuple[int, int] = (0, 0), /
+        self, problem: BlockProblem, lines: Tensor, blocks: Any, nearest: int = 0, dense_rows: Any = None, /
     ) -> tuple[BlockLists, Tensor | None]: ...
     def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 

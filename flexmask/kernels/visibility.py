@@ -22,10 +22,10 @@ WHICH = ("last", "middle")
 class Edges(NamedTuple):
     """The geometry as kernels read it, int32.
 
-    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen; `most` is the largest of these. Of
-    key blocks `kv_edges` has the last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and
-    the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has the offset and then the rows
-    of that name, -1 where there is none, by `WHICH`.
+    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen, of which `most` is the largest.
+    Of key blocks `kv_edges` has the last valid key (-kv_len without any), whether all keys are valid, the number of valid keys,
+    and the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has the offset and then the
+    rows of that name, -1 where there is none, by `WHICH`.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)
