@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flexmask.attention import plan as plan
     from flexmask.attention import sparse_attention as sparse_attention
     from flexmask.block_masks import METHODS as METHODS
     from flexmask.block_masks.flexprefill import flexprefill_mask as flexprefill_mask
@@ -20,6 +21,7 @@ _MODULES = {
     "SelectionStats": "stats",
     "flexprefill_mask": "block_masks",
     "hybrid_mask": "block_masks",
+    "plan": "attention",
     "sparse_attention": "attention",
     "sparse_attention_varlen": "varlen",
     "sparse_prefill": "integrations.huggingface",
@@ -27,8 +29,8 @@ _MODULES = {
 }
 # written out: type checkers read it
 __all__ = [
-    "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",
-    "sparse_prefill", "warmup",
+    "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "plan", "sparse_attention",
+    "sparse_attention_varlen", "sparse_prefill", "warmup",
 ]  # fmt: skip
 
 

@@ -1,22 +1,19 @@
-"""Attention of a checked call as planned: dense, or over blocks, one group of heads after the other."""
+"""Attention of a group of heads over their selection, its dense key heads by SDPA."""
 
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs, without_autocast
+from flexmask.base.inputs import HeadGroup, SparseInputs
 from flexmask.base.selection import BlockLists, Selection
-from flexmask.call_options import CallOptions
-from flexmask.dense_policy import CallPlan
-from flexmask.flex.backend import Backend, chosen_backend
+from flexmask.flex.backend import Backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.run import run_flex_attention
-from flexmask.select import select_blocks
-from flexmask.stats import SelectionStats, dense_stats, stats_of
+from flexmask.stats import SelectionStats
 from flexmask.users_mask import with_constant_numbers
 
 
@@ -28,49 +25,16 @@ class Attended(NamedTuple):
     stats: SelectionStats | None = None
     selections: tuple[tuple[HeadGroup, Selection], ...] = ()  # with their maps of kept blocks
 
+    def results(self) -> Any:
+        """As public functions return them: the output, or a tuple of it and what was requested in addition."""
+        extras = tuple([x for x in (self.lse, self.stats) if x is not None])
+        return (self.out, *extras) if extras else self.out
+
 
 _Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
 
 
-def planned_attention(
-    inputs: AttentionInputs,
-    plan: CallPlan,
-    call_options: CallOptions,
-    return_lse: bool = False,
-    statistics: tuple[str, ...] = (),
-    with_maps: bool = False,
-) -> Attended:
-    """Attention of checked inputs as planned, outside of autocast; `statistics` by name, `with_maps` also the selections."""
-    selector = plan.selector
-    with without_autocast(inputs.query.device):
-        groups = [] if selector is None else selector.groups(inputs, call_options.max_mask_bytes)
-        # a group may have fewer query heads per key head; a named backend that cannot run is refused at every length
-        of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-        backend = chosen_backend(call_options.backend, of_group, plan.block_size, return_lse, selector is None)
-        if selector is None:
-            return Attended(*dense_attention(inputs, return_lse), dense_stats(inputs.query) if statistics else None)
-        measured = statistics if plan.reason is None else ()
-        whole = inputs.prepared()
-        outputs, selections, dense = None, [], []
-        for group in groups:
-            part, key_heads, selection, chosen = whole.of_heads(group), plan.dense_key_heads[group.key], None, backend
-            if measured or with_maps or not all(key_heads):
-                selection = select_blocks(selector.of_heads(group.query), part, with_maps, measured)
-                selections.append(selection)
-                if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
-                    # FLASH then packs a key head's query heads into one tile
-                    chosen = chosen_backend(call_options.backend, part, plan.block_size, return_lse, shared=True)
-            out, lse, key_heads = attend_heads(part, selection, key_heads, plan.most_kept, chosen, return_lse)
-            outputs = _with_group(outputs, (out, lse), group, inputs.query)
-            dense.append(key_heads)
-        assert outputs is not None
-        stats = None
-        if statistics:
-            stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
-        return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
-
-
-def _with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Tensor) -> _Output:
+def with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Tensor) -> _Output:
     """The output of all heads after that of a group was written into it; a group of all heads as it is."""
     (out, lse), shape = part, query.shape[:3]
     if out.shape[:2] == shape[:2]:

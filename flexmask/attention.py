@@ -1,4 +1,4 @@
-"""sparse_attention: check once, then select and attend."""
+"""sparse_attention, and plan, which makes its first half once for many layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
-from flexmask.attend import planned_attention
 from flexmask.base.checks import check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
-from flexmask.dense_policy import call_plan, notice_dense
+from flexmask.dense_policy import notice_dense
+from flexmask.plans import Plan, plan_call
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats
 
@@ -163,15 +163,81 @@ def sparse_attention(
     >>> out.shape
     torch.Size([1, 4, 512, 32])
     """
+    made = _planned(
+        query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
+        max_mask_bytes=max_mask_bytes, return_lse=return_lse,
+        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
+    )  # fmt: skip
+    return made.attend(made.inputs, STATISTICS if return_stats else ()).results()
+
+
+def plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    method: str | Callable[..., Any] = RECOMMENDED,
+    *,
+    block_size: int = 128,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    attention_mask: Tensor | None = None,
+    q_offset: int | Tensor | None = None,
+    sinks: Tensor | None = None,
+    backend: str = "auto",
+    dense_below: int | None = None,
+    return_lse: bool = False,
+    max_mask_bytes: int = MAX_MASK_BYTES,
+    **options: Any,
+) -> Plan:
+    """Check and plan once what the layers of a forward pass have in common; ``plan.run(query, key, value)`` serves each.
+
+    ``plan(query, key, value, ...).run(query, key, value)`` gives what ``sparse_attention(query, key, value, ...)`` does. The plan
+    holds the checked options and geometry, the backend, what runs dense and why, and the edges of blocks, but none of the
+    tensors. Make one for each set of shapes, padding and offsets.
+
+    Parameters
+    ----------
+    query, key, value, sinks
+        As in `sparse_attention`: of any layer, for their shapes, dtypes, device and need of gradients.
+    method, block_size, scale, softcap, window, attention_mask, q_offset
+        As in `sparse_attention`.
+    backend, dense_below, return_lse, max_mask_bytes, options
+        As in `sparse_attention`.
+
+    Returns
+    -------
+    Plan
+        With the method ``run`` and the attribute ``reason``, why calls run dense, or None.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RuntimeError
+        As `sparse_attention`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> layers = [[torch.randn(1, 4, 512, 32) for _ in range(3)] for _ in range(2)]
+    >>> made = plan(*layers[0], gamma=0.9, block_size=64, min_budget=128, dense_below=0)
+    >>> [made.run(query, key, value).shape[2] for query, key, value in layers]
+    [512, 512]
+    """
+    return _planned(
+        query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
+        max_mask_bytes=max_mask_bytes, return_lse=return_lse,
+        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
+    ).without_tensors()  # fmt: skip
+
+
+def _planned(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any], options: dict[str, Any], *, block_size: int,
+    backend: str, dense_below: int | None, max_mask_bytes: int, return_lse: bool, **geometry: Any,
+) -> Plan:  # fmt: skip
     selector = selector_of(method, block_size, options)
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
-    inputs = attention_inputs(
-        query, key, value,
-        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
-    )  # fmt: skip
-    plan = call_plan(call_options.policy, inputs, selector.for_inputs(inputs), return_lse)
-    notice_dense(plan.reason, query.shape[2])
-    attended = planned_attention(inputs, plan, call_options, return_lse, STATISTICS if return_stats else ())
-    extras = tuple(x for x in (attended.lse, attended.stats) if x is not None)
-    return (attended.out, *extras) if extras else attended.out
+    inputs = attention_inputs(query, key, value, **geometry)
+    made = plan_call(inputs, selector, call_options, return_lse)
+    notice_dense(made.reason, query.shape[2])
+    return made

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.base.blocks import BlockProblem as BlockProblem
 from flexmask.base.inputs import attention_inputs, head_groups
 from flexmask.flex.block_mask import block_mask
-from flexmask.select import select_blocks
+from flexmask.select import prepare_selection, select_blocks
 from flexmask.selector import METHODS, Method
 from flexmask.selector import ByHead as ByHead
 from flexmask.selector import PairsByHead as PairsByHead
@@ -140,7 +140,8 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
                 f"query and key need a mask of at most {MOST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
                 f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
             )
-        selection = select_blocks(selector, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
+        prepared = prepare_selection(selector, inputs)
+        selection = select_blocks(prepared, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
         mask = block_mask(inputs, selection)
         return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,42 +16,73 @@ from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
 from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
-from flexmask.base.visibility import num_blocks
-from flexmask.compilation import run_compiled
+from flexmask.base.visibility import BlockVisibility, Tokens, num_blocks
+from flexmask.compilation import run_compiled, runs_uncompiled
 from flexmask.selector import METHODS, CallSelector, Selector
 from flexmask.stats import FROM_LISTS, computed, empty
 
 if HAS_TRITON:
     from flexmask import kernels
+if TYPE_CHECKING:
+    from flexmask.kernels.visibility import Edges
 
 # float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
 MOST_NUMBERS = 2**27
 
 
+class Prepared(NamedTuple):
+    """What a selection takes that no layer's numbers change."""
+
+    selector: CallSelector
+    options: dict[str, Any]  # as the method takes them (`as_taken`)
+    by_kernels: bool
+    rows: int | None = None  # of a slice, for a method in slices of rows
+    # the geometry, for kernels and for plain steps; None: computed with the selection
+    edges: Edges | None = None
+    cut: tuple[Tokens, BlockVisibility] | None = None
+
+
+def prepare_selection(selector: CallSelector, inputs: SparseInputs, like: Prepared | None = None) -> Prepared:
+    """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
+    query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
+    with torch.no_grad(), without_autocast(query.device):
+        if is_traced() and by_kernels:
+            return Prepared(selector, {}, True)
+        # a launch takes numbers as they are
+        options = as_taken(selector, query, keep_numbers=by_kernels)
+        if by_kernels:
+            edges = None if like is None else like.edges
+            return Prepared(selector, options, True, edges=edges or _edges(inputs, size))
+        if selector.row_numbers:
+            rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * size)) * size
+            if rows < query.shape[2]:
+                return Prepared(selector, options, False, rows)
+        cut = None if like is None else like.cut
+        # compiled steps compute the geometry in one graph with the rest
+        if cut is None and runs_uncompiled(query) and not is_traced():
+            cut = cut_into_blocks(inputs, size, plain).cut
+        return Prepared(selector, options, False, cut=cut)
+
+
 def select_blocks(
-    selector: CallSelector, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
+    prepared: Prepared, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
 ) -> Selection:
     """Choose the blocks of every head, outside of autograd and autocast."""
-    with torch.no_grad(), without_autocast(inputs.query.device):
-        query, by_kernels = inputs.query, selector.runs_kernels(inputs.query)
-        # a launch takes numbers as they are
-        ready = with_tensors(selector, query, keep_numbers=by_kernels and not is_traced())
-        if by_kernels:
-            result = (_as_one_operator if is_traced() else run_kernels)(ready, inputs, with_map, statistics)
+    selector, query = prepared.selector, inputs.query
+    with torch.no_grad(), without_autocast(query.device):
+        if prepared.by_kernels:
+            result = (_as_one_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
         else:
-            rows = query.shape[2]
-            if selector.row_numbers:
-                rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * selector.block_size))
-                rows *= selector.block_size
-            in_slices = rows < query.shape[2]
-            result = _in_slices(ready, inputs, rows, statistics) if in_slices else run_plain(ready, inputs, statistics)
-        # without a title all methods share one compiled kernel
-        title = selector.method.name if result.mask_mod is not None else selector.title if with_map else None
+            result = (run_plain if prepared.rows is None else _in_slices)(prepared, inputs, statistics)
+        if not with_map and result.mask_mod is None:
+            # without a map and a title all methods share one compiled kernel
+            return result if result.keep is None else result.with_fields(keep=None)
+        title = selector.method.name if result.mask_mod is not None else selector.title
         return result.with_fields(keep=result.keep if with_map else None, title=title)
 
 
-def with_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool) -> Selector:
-    """The selector with options that are numbers as tensors in `widest_float`, so another value is not another compilation.
+def as_taken(selector: Selector, query: Tensor, keep_numbers: bool) -> dict[str, Any]:
+    """The options, numbers as tensors in `widest_float`, so that another value is not another compilation.
 
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
@@ -64,7 +95,7 @@ def with_tensors(selector: CallSelector, query: Tensor, keep_numbers: bool) -> S
             options[name] = _written(query.device, options[name], (query.shape[1],) if name in method.shares else ())
         if query.is_cuda and not keep_numbers and not is_traced():
             keep_static(options[name])
-    return Selector(method, selector.block_size, options)
+    return options
 
 
 def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
@@ -78,41 +109,54 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     return torch.stack([_written(device, part) for part in value])
 
 
-def run_kernels(selector: Selector, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
-    """Run a method by kernels; its options are those of `with_tensors`."""
-    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
-    device = inputs.query.device
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device."""
     is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    # Triton launches on the current device
-    with contextlib.nullcontext() if is_current else torch.cuda.device(device):
-        edges = kernels.edges_of(inputs, selector.block_size)
-        problem = BlockProblem(inputs, selector.block_size, kernels, wants_map, edges)
-        return result_of(problem, selector.method.choose, selector.options, statistics)
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
-def run_plain(selector: Selector, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None) -> Selection:
+def _edges(inputs: SparseInputs, block_size: int) -> Edges:
+    with _on_device(inputs.query.device):
+        return kernels.edges_of(inputs, block_size)
+
+
+def run_kernels(prepared: Prepared, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+    """Run a method by kernels."""
+    method, size = prepared.selector.method, prepared.selector.block_size
+    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
+    with _on_device(inputs.query.device):
+        edges = prepared.edges or kernels.edges_of(inputs, size)
+        return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), method.choose, prepared.options, statistics)
+
+
+def run_plain(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None) -> Selection:
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
-    method, arguments = selector.method, (selector.block_size, selector.method.choose, selector.options, statistics, end)
+    method, size, options = prepared.selector.method, prepared.selector.block_size, prepared.options
+    if prepared.cut is not None:
+        problem = BlockProblem(inputs, size, plain, cut=prepared.cut)
+        return result_of(problem, method.choose, options, statistics)
+    arguments = (size, method.choose, options, statistics, end)
     if method.is_users:
         return plain_result(inputs, *arguments)
-    fixed = tuple([(name, value) for name, value in selector.options.items() if not isinstance(value, Tensor)])
+    fixed = tuple([(name, value) for name, value in options.items() if not isinstance(value, Tensor)])
     return run_compiled(plain_result, (method.name, fixed, statistics), inputs, *arguments)
 
 
-def _in_slices(selector: Selector, inputs: SparseInputs, rows: int, statistics: tuple[str, ...]) -> Selection:
-    """As `run_plain`, of `rows` query rows at a time."""
-    query, q_len, first = inputs.query, inputs.query.shape[2], inputs.offset
+def _in_slices(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
+    """As `run_plain`, of some query rows at a time."""
+    query, q_len, first, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
+    assert rows is not None
     if first is None:
         first = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
     maps = []
     for start in range(0, q_len, rows):
         part = inputs.with_fields(query=query[:, :, start : start + rows], offset=first + start)
-        keep = run_plain(selector, part, (), first + q_len).keep
+        keep = run_plain(prepared, part, (), first + q_len).keep
         assert keep is not None
         maps.append(keep)
     # lists and statistics of the whole map
     variant, kept = ("map", (), statistics), {"kept": torch.cat(maps, 2)}
-    return run_compiled(plain_result, variant, inputs, selector.block_size, from_map, kept, statistics, None)
+    return run_compiled(plain_result, variant, inputs, prepared.selector.block_size, from_map, kept, statistics, None)
 
 
 def plain_result(
@@ -164,9 +208,12 @@ def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
 
 
-def _as_one_operator(selector: Selector, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+def _as_one_operator(prepared: Prepared, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """A selection by kernels as an operator, apart from the graph of flex_attention (docs/design.md)."""
-    given = {name: value for name, value in selector.options.items() if value is not None}
+    selector = prepared.selector
+    # a plan that was made before the compilation has numbers
+    taken = as_taken(selector, inputs.query, keep_numbers=False)
+    given = {name: value for name, value in taken.items() if value is not None}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     words = {name: value for name, value in given.items() if isinstance(value, str)}
     # floats that stayed numbers are 0
@@ -208,9 +255,9 @@ def selection_operator(
     given = zip(names, [*tensors, *words, *integers], strict=True)
     options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
-    selector, wanted = Selector(METHODS[method], block_size, options), tuple(statistics)
-    by_kernels = selector.runs_kernels(query)
-    selection = run_kernels(selector, inputs, with_map, wanted) if by_kernels else run_plain(selector, inputs, wanted)
+    selector, wanted = CallSelector(METHODS[method], block_size, options, [], 0), tuple(statistics)
+    prepared = Prepared(selector, options, selector.runs_kernels(query))
+    selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)
     keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
     return [*selection.lists, keep, *selection.stats.values()]
 

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.attend import Attended, planned_attention
+from flexmask.attend import Attended
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
-from flexmask.dense_policy import call_plan, notice_dense
+from flexmask.dense_policy import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.plans import plan_call
 from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats, dense_stats
 
@@ -160,7 +161,8 @@ def sparse_attention_varlen(
     )
     filled = [segment for segment in segments if segment.q_len > 0]
     problems = [segment.of(pack) for segment in filled]
-    selectors = [selector.for_inputs(inputs) for inputs in problems]
+    for inputs in problems:
+        selector.for_inputs(inputs)  # short sequences are checked too
     if backend != "auto":
         chosen_backend(backend, pack, block_size, return_lse)
 
@@ -171,14 +173,14 @@ def sparse_attention_varlen(
         notice_dense(reason, segment.q_len)
     dense = iter(dense_attention_packed(pack, short, return_lse, backend))
     served = []
-    for inputs, of_call, reason in zip(problems, selectors, reasons, strict=True):
+    for inputs, reason in zip(problems, reasons, strict=True):
         if reason is not None:
             served.append(Attended(*next(dense)))
             continue
         # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
-        plan = call_plan(policy, inputs, of_call, return_lse)
+        plan = plan_call(inputs, selector, call_options, return_lse)
         notice_dense(plan.reason, inputs.query.shape[2])
-        served.append(planned_attention(inputs, plan, call_options, return_lse, statistics))
+        served.append(plan.attend(inputs, statistics))
     out = torch.cat([part.out for part in served], 2)[0].transpose(0, 1).contiguous()
     extras: list[Any] = [torch.cat([part.lse for part in served if part.lse is not None], 2)[0]] if return_lse else []
     if return_stats:

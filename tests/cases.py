@@ -20,7 +20,7 @@ from flexmask import METHODS, block_masks
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
-from flexmask.select import select_blocks
+from flexmask.select import prepare_selection, select_blocks
 from flexmask.selector import Selector, selector_of
 from flexmask.stats import STATISTICS
 from tests.drawn_options import attention_masks, q_offsets, score_options
@@ -172,7 +172,9 @@ class Case:
     def search(self, query: Tensor | None = None, key: Tensor | None = None) -> Chosen:
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
-        found = select_blocks(self.config.selector.for_inputs(inputs), inputs.with_offset(), with_map=True, statistics=STATISTICS)
+        sparse = inputs.with_offset()
+        prepared = prepare_selection(self.config.selector.for_inputs(inputs), sparse)
+        found = select_blocks(prepared, sparse, with_map=True, statistics=STATISTICS)
         assert found.keep is not None
         return Chosen(found.lists, found.keep, SimpleNamespace(**found.stats))
 

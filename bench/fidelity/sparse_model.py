@@ -20,7 +20,7 @@ from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.run import run_flex_attention
-from flexmask.select import select_blocks
+from flexmask.select import prepare_selection, select_blocks
 
 _NUMBERS = itertools.count()
 # tokens whose logits are held at a time
@@ -106,7 +106,7 @@ def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) 
     """Attention of checked inputs to a setting's blocks, and the selection; SDPA on CPUs, which compiles nothing."""
     selector, on_gpu = setting.selector(layer).for_inputs(inputs), inputs.query.is_cuda
     inputs = inputs.prepared()
-    selected = select_blocks(selector, inputs, with_map=not on_gpu)
+    selected = select_blocks(prepare_selection(selector, inputs), inputs, with_map=not on_gpu)
     if on_gpu:
         backend = chosen_backend("auto", inputs, selected.block_size)
         return run_flex_attention(inputs, block_mask(inputs, selected), backend.name, lse_factor=backend.lse_factor)[0], selected

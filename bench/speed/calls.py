@@ -19,7 +19,7 @@ from flexmask.call_options import MAX_MASK_BYTES
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
-from flexmask.select import select_blocks
+from flexmask.select import prepare_selection, select_blocks
 from flexmask.selector import selector_of
 
 BACKENDS = ("flash", "triton") if ON_GPU and flash_available() else ("triton",) if ON_GPU else ("cpu",)
@@ -65,7 +65,8 @@ def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str)
     """The attention kernel over given block lists."""
     options = dict(options)
     inputs = attention_inputs(*tensors).prepared()
-    selected = select_blocks(selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs), inputs)
+    selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
+    selected = select_blocks(prepare_selection(selector, inputs), inputs)
     made = block_mask(inputs, selected)
     return lambda: run_flex_attention(inputs, made, backend)[0]
 
@@ -77,7 +78,8 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
     for group in selector.groups(inputs, MAX_MASK_BYTES):
-        lists = select_blocks(selector.of_heads(group.query), inputs.of_heads(group)).lists
+        part = inputs.of_heads(group)
+        lists = select_blocks(prepare_selection(selector.of_heads(group.query), part), part).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]
         of += lists.kv_num_blocks.numel() * (blocks + 1) // 2

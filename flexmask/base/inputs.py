@@ -74,28 +74,37 @@ class AttentionInputs(NamedTuple):
             sliced[name] = None if tensor is None else tensor[index]
         return self.with_fields(**sliced)
 
+    def absent_keys(self) -> Tensor | None:
+        """Keys that are no tokens, (batch, 1, kv_len, 1) bool; None: there are none."""
+        absent = None if self.attention_mask is None else ~self.attention_mask
+        if self.offset is not None:
+            end = (self.offset + self.query.shape[2]).unsqueeze(-1)
+            behind = torch.arange(self.key.shape[2], device=self.key.device) >= end
+            absent = behind if absent is None else absent | behind
+        return None if absent is None else absent[:, None, :, None]
+
     def prepared(self) -> SparseInputs:
         """For attention: detached unless gradients are needed, and zero where no token is.
 
         Neither a weight nor a gradient of 0 hides NaN.
         """
+        return self.prepared_with(self.with_offset().offset, self.absent_keys())
+
+    def prepared_with(self, offset: Tensor | None, absent: Tensor | None) -> SparseInputs:
+        """As `prepared`, with the offset of `with_offset` and `absent_keys`."""
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
             query, key = query.detach(), key.detach()
-            value, sinks = (None if x is None else x.detach() for x in (value, sinks))
-        absent = None if self.attention_mask is None else ~self.attention_mask
-        if self.offset is not None:
-            behind = torch.arange(key.shape[2], device=key.device) >= (self.offset + query.shape[2]).unsqueeze(-1)
-            absent = behind if absent is None else absent | behind
+            value = None if value is None else value.detach()
+            sinks = None if sinks is None else sinks.detach()
         if absent is not None:
-            absent = absent[:, None, :, None]
             # not masked_fill, which copies first
             key = torch.where(absent, 0.0, key) if self.needs_grad else key
             value = None if value is None else torch.where(absent, 0.0, value)
         if self.needs_grad and self.attention_mask is not None:
             query = torch.where(self.tokens().row_valid[:, None, :, None], query, 0.0)
-        return self.with_offset().with_fields(query=query, key=key, value=value, sinks=sinks)
+        return cast("SparseInputs", self.with_fields(query=query, key=key, value=value, sinks=sinks, offset=offset))
 
     def with_offset(self) -> SparseInputs:
         """For a mask only: as they are."""
@@ -141,7 +150,6 @@ def attention_inputs(
         )
     elif q_offset is not None:
         offset = torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
-    differentiable = (x for x in (query, key, value, sinks) if x is not None)
     return AttentionInputs(
         query,
         key,
@@ -153,8 +161,12 @@ def attention_inputs(
         None if attention_mask is None else attention_mask != 0,
         offset,
         sinks,
-        needs_grad=value is not None and torch.is_grad_enabled() and any(x.requires_grad for x in differentiable),
+        needs_grad=value is not None and needs_gradients(query, key, value, sinks),
     )
+
+
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -18,12 +18,13 @@ from flexmask.attend import attend_heads
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import SparseInputs, attention_inputs, head_groups
 from flexmask.base.selection import Selection
-from flexmask.dense_policy import call_plan, has_causal_kernel
+from flexmask.dense_policy import has_causal_kernel
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.run import run_flex_attention
-from flexmask.select import from_map, select_blocks
+from flexmask.plans import plan_call
+from flexmask.select import from_map, prepare_selection, select_blocks
 from flexmask.selector import CallSelector
 from flexmask.settings import PrefillSettings
 
@@ -151,7 +152,7 @@ def random_times(
     if densities:
         calls.append(partial(select_all, inputs, selector.of_heads(group.query), call_options.max_mask_bytes))
         backend = chosen_backend(call_options.backend, inputs, selector.block_size)
-        plan = call_plan(call_options.policy, whole, selector)
+        plan = plan_call(whole, settings.selector(), call_options)
     for number, density in enumerate(densities):
         blocks, times.density[number] = _random_blocks(inputs, selector.block_size, density)
         calls.append(partial(attend_heads, inputs, blocks, (False,) * key.shape[1], plan.most_kept, backend))
@@ -212,4 +213,4 @@ def select_all(inputs: SparseInputs, selector: CallSelector, max_mask_bytes: int
     """Make the masks of all heads as attention does."""
     for group in selector.groups(inputs, max_mask_bytes):
         part = inputs.of_heads(group)
-        block_mask(part, select_blocks(selector.of_heads(group.query), part))
+        block_mask(part, select_blocks(prepare_selection(selector.of_heads(group.query), part), part))

@@ -1,7 +1,7 @@
 """The attention function of transformers: checks a call's arguments, mask and tensors, and passes a prefill to `serve` (call.py).
 
 Decoding runs dense. The way of a prefill: `attention` -> `serve` -> `_prefill_call` -> `PrefillCall.output` (call.py) ->
-`planned_attention` (flexmask/attend.py). A compiled forward reaches `serve` through `prefill_operator`.
+`Plan.attend` (flexmask/plans.py). A compiled forward reaches `serve` through `prefill_operator`.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from flexmask._torch import is_exporting, is_traced
-from flexmask.attend import Attended, planned_attention
+from flexmask.attend import Attended
 from flexmask.base.inputs import AttentionInputs, without_autocast
-from flexmask.dense_policy import CallPlan, by_head_dim, call_plan, every_block_plan, notice_dense
+from flexmask.dense_policy import by_head_dim, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.mask import PrefillPass
@@ -22,6 +22,7 @@ from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.session import scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
+from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
@@ -83,10 +84,9 @@ class PrefillCall(NamedTuple):
         return attended.out
 
     def attend_as_planned(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
-        """`planned_attention`, and the reason for running dense; records nothing."""
+        """`Plan.attend`, and the reason for running dense; records nothing."""
         plan = self.plan()
-        attended = planned_attention(self.inputs, plan, self.settings.call_options, statistics=statistics, with_maps=with_maps)
-        return attended, plan.reason
+        return plan.attend(self.inputs, statistics, with_maps), plan.reason
 
     def note(self, attended: Attended, reason: str | None) -> None:
         """Record the call; without a run log why it ran dense, if it did."""
@@ -98,15 +98,15 @@ class PrefillCall(NamedTuple):
         size = CallSize(batch, q_len, self.tokens, self.sequence)
         self.run.record(self.layer, attended.stats, mask, reason, self.prefill, size)
 
-    def plan(self) -> CallPlan:
+    def plan(self) -> Plan:
+        options, size = self.settings.call_options, self.selector.block_size
         reason = self.reason_no_mask()
         if reason is not None:
-            return CallPlan(self.selector.block_size, reason)
-        selector = self.selector.for_inputs(self.inputs)
-        reason = self.reason_dense_layer(selector.keeps_all)
+            return dense_plan(self.inputs, size, options, reason)
+        reason = self.reason_dense_layer()
         if reason is not None:
-            return every_block_plan(reason, selector.block_size, self.inputs)
-        return call_plan(self.settings.call_options.policy, self.inputs, selector)
+            return every_block_plan(self.inputs, size, options, reason)
+        return plan_call(self.inputs, self.selector, options)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, of the sequences of a pack in the batch rows one after the other."""
@@ -134,10 +134,9 @@ class PrefillCall(NamedTuple):
         policy = self.settings.call_options.policy
         return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
 
-    def reason_dense_layer(self, keeps_all: list[bool] | None = None) -> str | None:
-        """Reason for a dense layer at any length; `keeps_all` is that of the selector for these inputs."""
-        policy = self.settings.call_options.policy
-        keeps_all = self.selector.for_inputs(self.inputs).keeps_all if keeps_all is None else keeps_all
+    def reason_dense_layer(self) -> str | None:
+        """Reason for a dense layer at any length."""
+        policy, keeps_all = self.settings.call_options.policy, self.selector.for_inputs(self.inputs).keeps_all
         return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
 
     def reason_dense(self) -> str | None:

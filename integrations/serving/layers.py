@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.attend import planned_attention
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.call_options import CallOptions
-from flexmask.dense_policy import by_head_dim, call_plan
+from flexmask.dense_policy import by_head_dim
+from flexmask.plans import plan_call
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats
@@ -48,8 +48,7 @@ class LayerShape:
 class SparseLayer(LayerShape):
     number: int  # in the model
     selector: Selector
-    call_options: CallOptions  # sparse at any length
-    dense_below: int  # tokens, for the plan of a step
+    call_options: CallOptions
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -76,15 +75,12 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
     if reason is not None:
         return reason
-    # only single heads run dense; the plan decides about lengths
-    always = call_options.policy._replace(dense_below=min(call_options.policy.dense_below, 1))
     selector = with_heads(settings.selector(number), shape.num_heads * ranks, f"layer {number}: ")
     layer = SparseLayer(
         **vars(shape),
         number=number,
         selector=selector.of_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
-        call_options=call_options._replace(policy=always),
-        dense_below=call_options.policy.dense_below,
+        call_options=call_options,
     )
     return call_options.policy.by_selection(layer.keeps_all(layer.selector)) or layer
 
@@ -102,8 +98,8 @@ def attend(
         query.contiguous().transpose(0, 1)[None], key[None], value[None],
         scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,
     )  # fmt: skip
-    plan = call_plan(layer.call_options.policy, inputs, layer.selector.for_inputs(inputs))
-    attended = planned_attention(inputs, plan, layer.call_options, statistics=statistics)
+    # the plan of the step decides about lengths
+    attended = plan_call(inputs, layer.selector, layer.call_options, at_any_length=True).attend(inputs, statistics)
     return attended.out[0].transpose(0, 1), attended.stats
 
 

@@ -107,7 +107,9 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
     sizes = [(rows, length) for length in LENGTHS for rows in (length, length // 2)]
     # chunks of one block, whose size torch compiles as a constant, and below `_SHORT`
     short = [block] if block >= _SHORT else [block, _SHORT - 1]
-    sizes += [(rows, LENGTHS[0]) for rows in short] + [(rows, rows) for rows in short if rows >= layer.dense_below]
+    sizes += [(rows, LENGTHS[0]) for rows in short] + [
+        (rows, rows) for rows in short if rows >= layer.call_options.policy.dense_below
+    ]
     if device.type == "cuda":
         longest = [min(blocks * block, largest[1]) for blocks in MANY_BLOCKS]
         sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]

@@ -1,0 +1,192 @@
+"""A plan: what attention calls of one kind have in common, computed and checked once, and run for each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flexmask._torch import in_dispatch_mode, is_traced
+from flexmask.attend import Attended, attend_heads, with_group
+from flexmask.base.checks import check_plain
+from flexmask.base.inputs import AttentionInputs, HeadGroup, in_autocast_dtype, needs_gradients, without_autocast
+from flexmask.call_options import CallOptions
+from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
+from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
+from flexmask.flex.dense import dense_attention
+from flexmask.select import Prepared, prepare_selection, select_blocks
+from flexmask.selector import METHODS, CallSelector, Selector
+from flexmask.stats import STATISTICS, dense_stats, stats_of
+
+
+class GroupPlan(NamedTuple):
+    """Heads whose masks exist at one time, and their selection."""
+
+    heads: HeadGroup
+    selection: Prepared
+    dense: tuple[bool, ...]  # by key head: served by dense attention, as known before any mask is made
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """How calls of one kind are served, from `flexmask.plan`; it holds what no layer's numbers change.
+
+    Attributes
+    ----------
+    reason
+        Why the calls run dense; None if they run sparse.
+    """
+
+    inputs: AttentionInputs  # the geometry, checked
+    options: CallOptions
+    reason: str | None
+    backend: Backend
+    return_lse: bool = False
+    groups: tuple[GroupPlan, ...] = ()  # none: dense attention serves the whole call
+    most_kept: float | None = None  # density above which dense attention serves another key head, too
+    offset: Tensor | None = None  # of `SparseInputs`
+    absent: Tensor | None = None  # keys that are no tokens, (batch, 1, kv_len, 1) bool
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, return_stats: bool = False) -> Any:
+        """Select and attend, as `flexmask.sparse_attention` does with the arguments of the plan.
+
+        Parameters
+        ----------
+        query, key, value, sinks
+            Of the shapes, dtypes and device of those planned with; `sinks` if and only if the plan was made with some.
+        return_stats
+            Also return `SelectionStats`.
+
+        Returns
+        -------
+        Tensor
+            (batch, num_heads, q_len, v_head_dim), and what `flexmask.sparse_attention` returns behind it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For tensors that the plan was not made for, or that need gradients if it was made without.
+        RuntimeError
+            As `flexmask.sparse_attention`.
+        """
+        return self.attend(self._fitting(query, key, value, sinks), STATISTICS if return_stats else ()).results()
+
+    def _fitting(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> AttentionInputs:
+        """The inputs of a call, in the dtype of autocast."""
+        given = {
+            "query": in_autocast_dtype(query),
+            "key": in_autocast_dtype(key),
+            "value": in_autocast_dtype(value),
+            "sinks": sinks,
+        }
+        for name, tensor in given.items():
+            planned = getattr(self.inputs, name)
+            if planned is None or not isinstance(tensor, Tensor):
+                if tensor is not planned:
+                    wanted = "None" if planned is None else "a tensor"
+                    raise TypeError(f"{name} must be {wanted}, as planned; got {type(tensor).__name__}")
+                continue
+            check_plain(name, tensor)
+            for what in ("shape", "dtype", "device"):
+                wanted, got = getattr(planned, what), getattr(tensor, what)
+                if got != wanted:
+                    of = tuple if what == "shape" else str
+                    raise ValueError(f"{name} must have the {what} {of(wanted)}, as planned; got {of(got)}")
+        if needs_gradients(query, key, value, sinks) and not self.inputs.needs_grad:
+            raise ValueError("query, key, value and sinks must not require gradients: the plan was made without")
+        return self.inputs.with_fields(**given)
+
+    def without_tensors(self) -> Plan:
+        """The same, which keeps no query, key, value or sinks."""
+        shapes = {name: getattr(self.inputs, name) for name in ("query", "key", "value", "sinks")}
+        empty = {name: None if x is None else x.detach().new_empty(()).expand(x.shape) for name, x in shapes.items()}
+        return replace(self, inputs=self.inputs.with_fields(**empty))
+
+    def attend(self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False) -> Attended:
+        """Attention of inputs of this plan, outside of autocast; `statistics` by name, `with_maps` also the selections."""
+        with without_autocast(inputs.query.device):
+            if not self.groups:
+                stats = dense_stats(inputs.query) if statistics else None
+                return Attended(*dense_attention(inputs, self.return_lse), stats)
+            if not is_traced():
+                # a mode may be on that was not when the plan was made
+                check_compiled_code_takes(inputs)
+            measured = statistics if self.reason is None else ()
+            whole = inputs.prepared_with(self.offset, self.absent)
+            outputs, selections, dense = None, [], []
+            for group, prepared, key_heads in self.groups:
+                part, selection, backend = whole.of_heads(group), None, self.backend
+                if measured or with_maps or not all(key_heads):
+                    selection = select_blocks(prepared, part, with_maps, measured)
+                    selections.append(selection)
+                    if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
+                        # FLASH then packs a key head's query heads into one tile
+                        size = selection.block_size
+                        backend = chosen_backend(self.options.backend, part, size, self.return_lse, shared=True)
+                out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
+                outputs = with_group(outputs, (out, lse), group, inputs.query)
+                dense.append(key_heads)
+            assert outputs is not None
+            groups, stats = [group.heads for group in self.groups], None
+            if statistics:
+                stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
+            return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+
+
+def plan_call(
+    inputs: AttentionInputs, selector: Selector, options: CallOptions, return_lse: bool = False, at_any_length: bool = False
+) -> Plan:
+    """Decide: dense with few tokens or rows, unless `at_any_length`, or where every head keeps every block; else by key head."""
+    policy, num_heads, num_kv_heads = options.policy, inputs.query.shape[1], inputs.key.shape[1]
+    of_call, per_key = selector.for_inputs(inputs), num_heads // num_kv_heads
+    fits = policy.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
+    reason = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
+    if reason is None and fits:
+        reason = policy.by_selection(of_call.keeps_all)
+    if reason is not None:
+        return dense_plan(inputs, selector.block_size, options, reason, return_lse)
+    # in a surrounding compilation nothing orders what empties lists before what reads them
+    if not fits or inputs.needs_grad or is_traced():
+        return _in_groups(inputs, of_call, options, None, return_lse, (False,) * num_kv_heads)
+    # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
+    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
+    dense = tuple([all(of_call.keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
+    most_kept = CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
+    return _in_groups(inputs, of_call, options, None, return_lse, dense, most_kept)
+
+
+def dense_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False) -> Plan:
+    """A plan of dense attention; a named backend that cannot run is refused at every length."""
+    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True)
+    return Plan(inputs, options, reason, backend, return_lse)
+
+
+def every_block_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str) -> Plan:
+    """A plan of dense attention over every visible block, unless SDPA's causal kernel serves it."""
+    if has_causal_kernel(inputs):
+        return dense_plan(inputs, block_size, options, reason)
+    causal = METHODS["causal"].checked(block_size, {}).for_inputs(inputs)
+    return _in_groups(inputs, causal, options, reason, False, (False,) * inputs.key.shape[1])
+
+
+def _in_groups(
+    inputs: AttentionInputs,
+    selector: CallSelector,
+    options: CallOptions,
+    reason: str | None,
+    return_lse: bool,
+    dense: tuple[bool, ...],
+    most_kept: float | None = None,
+) -> Plan:
+    groups = selector.groups(inputs, options.max_mask_bytes)
+    # a group may have fewer query heads per key head
+    of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
+    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse)
+    whole = inputs.with_offset()
+    plans: list[GroupPlan] = []
+    for group in groups:
+        like = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
+        prepared = prepare_selection(selector.of_heads(group.query), whole.of_heads(group), like)
+        plans.append(GroupPlan(group, prepared, dense[group.key]))
+    return Plan(inputs, options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())

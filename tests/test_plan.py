@@ -1,0 +1,125 @@
+"""plan: made once, run for many layers; each run gives what sparse_attention gives, or refuses."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import flexmask
+from flexmask import plan, sparse_attention
+from tests.way import functions_before_the_method
+
+OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
+CHUNK = (63, 200)
+WHOLE = ((129, 129), (63, 63))
+
+
+def layer(q_len=129, kv_len=129, heads=4, kv_heads=2, batch=2, dim=16):
+    return [torch.randn(batch, h, n, dim) for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))]
+
+
+def padding(kv_len):
+    mask = torch.ones(2, kv_len, dtype=torch.bool)
+    mask[0, :9] = False
+    mask[1, -5:] = False
+    return mask
+
+
+KINDS = {
+    "plain": lambda n: {},
+    "padded": lambda n: {"attention_mask": padding(n)},
+    "windowed": lambda n: {"window": 40},
+    "in groups": lambda n: {"max_mask_bytes": 1},
+    "capped": lambda n: {"softcap": 3.0, "scale": 0.3},
+    "dense": lambda n: {"dense_below": 2**20},
+    "in slices": lambda n: {"method": "xattention", "threshold": 0.5},
+    "by a user": lambda n: {"method": lambda query, key, **where: flexmask.block_masks.streaming_llm_mask(
+        query, key, 1, 2, **where
+    )},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [*((kind, CHUNK) for kind in KINDS), *(("plain", whole) for whole in WHOLE)])
+def test_each_run_equals_its_own_call(kind, lengths):
+    options = {**OPTIONS, **KINDS[kind](lengths[1])}
+    if "method" in options:
+        options = {name: x for name, x in options.items() if name not in ("gamma", "min_budget", "min_coverage")}
+    layers = [layer(*lengths) for _ in range(3)]
+    made = plan(*layers[0], **options)
+    for tensors in layers:
+        out, stats = made.run(*tensors, return_stats=True)
+        expected, expected_stats = sparse_attention(*tensors, return_stats=True, **options)
+        assert torch.equal(out, expected)
+        assert torch.equal(stats.density, expected_stats.density)
+        assert stats.dense == expected_stats.dense == (made.reason is not None)
+        assert torch.equal(made.run(*tensors), expected)
+
+
+def test_layers_have_sinks_of_their_own():
+    tensors, sinks = layer(), [torch.randn(4) for _ in range(2)]
+    made = plan(*tensors, sinks=sinks[0], **OPTIONS)
+    for of_layer in sinks:
+        assert torch.equal(made.run(*tensors, sinks=of_layer), sparse_attention(*tensors, sinks=of_layer, **OPTIONS))
+    with pytest.raises(TypeError, match="sinks must be a tensor, as planned; got NoneType"):
+        made.run(*tensors)
+
+
+def test_keeps_no_tensor_of_a_layer():
+    tensors = layer()
+    query, made = weakref.ref(tensors[0]), plan(*tensors, **OPTIONS)
+    tensors = None
+    gc.collect()
+    assert query() is None
+    assert made.run(*layer()).shape == (2, 4, 129, 16)
+
+
+def test_autocast_of_the_run_gives_the_planned_dtype():
+    tensors = layer()
+    with torch.autocast("cpu", torch.bfloat16):
+        made, expected = plan(*tensors, **OPTIONS), sparse_attention(*tensors, **OPTIONS)
+        assert torch.equal(made.run(*tensors), expected)
+    with pytest.raises(ValueError, match=r"query must have the dtype torch.bfloat16, as planned; got torch.float32"):
+        made.run(*tensors)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q[:, :, 1:], k, v), r"query must have the shape \(2, 4, 129, 16\), as planned; got \(2, 4, 128, 16\)"),
+        (lambda q, k, v: (q, k[:1], v), "key must have the shape"),
+        (lambda q, k, v: (q, k, v.half()), "value must have the dtype torch.float32, as planned; got torch.float16"),
+        (lambda q, k, v: (q, k, None), "value must be a tensor, as planned; got NoneType"),
+        (lambda q, k, v: (q.to_sparse(), k, v), "query must be a plain tensor"),
+        (lambda q, k, v: (q.requires_grad_(), k, v), "must not require gradients: the plan was made without"),
+        (lambda q, k, v: (q.to("meta"), k, v), "query must hold values"),
+    ],
+)
+def test_refuses_tensors_that_it_was_not_made_for(change, words):
+    made = plan(*layer(), **OPTIONS)
+    with pytest.raises((TypeError, ValueError), match=words):
+        made.run(*change(*layer()))
+
+
+def test_a_mode_that_came_later_is_refused():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    made, tensors = plan(*layer(), **OPTIONS), layer()
+    with FlopCounterMode(display=False), pytest.raises(RuntimeError, match="FlopCounterMode"):
+        made.run(*tensors)
+
+
+def test_runs_inside_of_a_compiled_forward():
+    layers = [layer() for _ in range(2)]
+    made = plan(*layers[0], **OPTIONS)
+    compiled = torch.compile(lambda *tensors: made.run(*tensors), fullgraph=True)
+    for tensors in layers:
+        torch.testing.assert_close(compiled(*tensors), sparse_attention(*tensors, **OPTIONS))
+
+
+def test_from_run_to_the_method_a_page_of_functions():
+    made, tensors = plan(*layer(), **OPTIONS), layer()
+    made.run(*tensors)
+    entered = functions_before_the_method(lambda: made.run(*tensors))
+    assert len(entered) <= 25, entered
+    assert len({file for file, _ in entered}) <= 8, entered
