@@ -70,10 +70,10 @@ class Plan:
         RuntimeError
             As `flexmask.sparse_attention`.
         """
-        return self.attend(self._fitting(query, key, value, sinks), STATISTICS if return_stats else ()).results()
+        return self.attend(self.fitting(query, key, value, sinks), STATISTICS if return_stats else ()).results()
 
-    def _fitting(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> AttentionInputs:
-        """The inputs of a call, in the dtype of autocast."""
+    def fitting(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> AttentionInputs:
+        """The inputs of a call, in the dtype of autocast; raises as `run` for tensors that the plan was not made for."""
         given = {
             "query": in_autocast_dtype(query),
             "key": in_autocast_dtype(key),

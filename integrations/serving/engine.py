@@ -88,7 +88,7 @@ class Engine:
     ) -> Tensor:  # fmt: skip
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
         statistics = self.counters.statistics if self.options.count_density else ()
-        out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics)
+        out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics, request.plans)
         if stats is not None and is_counted:
             self.counters.add_call(role.number, stats, query.shape[0], key.shape[1], heads=request.gamma is None)
         return out

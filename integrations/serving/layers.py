@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import by_head_dim
-from flexmask.plans import plan_call
+from flexmask.plans import Plan, plan_call
 from flexmask.selector import Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats
@@ -59,6 +59,12 @@ class SparseLayer(LayerShape):
         shape = (getattr(self, field.name) for field in fields(LayerShape))
         return (*shape, method.name, self.selector.block_size, fixed)
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Layers of one kind share plans."""
+        shape = (getattr(self, field.name) for field in fields(LayerShape))
+        return (*shape, self.selector.method.name, self.selector.block_size, *self.selector.options.items())
+
     def with_gamma(self, gamma: float | None) -> SparseLayer:
         """The same with one gamma for all heads, which compiles nothing; None: as it is."""
         if gamma is None:
@@ -86,20 +92,29 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
 
 
 def attend(
-    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = ()
-) -> tuple[Tensor, SelectionStats | None]:
+    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = (),
+    plans: dict[Any, Plan] | None = None,
+) -> tuple[Tensor, SelectionStats | None]:  # fmt: skip
     """Causal attention of a chunk whose last row stands at the last key, at any length, and the statistics of these names.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
-    (num_heads,). Returns (rows, num_heads, v_head_dim).
+    (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer. Returns (rows, num_heads,
+    v_head_dim).
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
-    inputs = attention_inputs(
-        query.contiguous().transpose(0, 1)[None], key[None], value[None],
-        scale=layer.scale, softcap=layer.softcap, window=layer.window, sinks=sinks,
-    )  # fmt: skip
-    # the plan of the step decides about lengths
-    attended = plan_call(inputs, layer.selector, layer.call_options, at_any_length=True).attend(inputs, statistics)
+    tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
+    kind = (layer.kind, query.dtype)
+    plan = None if plans is None else plans.get(kind)
+    if plan is None:
+        geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
+        inputs = attention_inputs(*tensors, sinks=sinks, **geometry)
+        # the plan of the step has decided about lengths
+        plan = plan_call(inputs, layer.selector, layer.call_options, at_any_length=True)
+        if plans is not None:
+            plans[kind] = plan.without_tensors()
+    else:
+        inputs = plan.fitting(*tensors, sinks)
+    attended = plan.attend(inputs, statistics)
     return attended.out[0].transpose(0, 1), attended.stats
 
 

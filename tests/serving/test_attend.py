@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from flexmask import sparse_attention
+from flexmask.integrations.serving import layers as layers_module
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, after_cached, attend, role_of_shape
 from flexmask.integrations.serving.startup import (
@@ -57,6 +58,21 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
             assert ours.density.mean() < 0.9
             assert attend(layer, *given)[1] is None
     assert counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.attention
+@pytest.mark.usefixtures("without_kernel")
+def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
+    layers = [layer_of(**OPTIONS), layer_of(**OPTIONS), layer_of(**{**OPTIONS, "gamma": 0.5})]
+    made, plans = [], {}
+    plan_call = layers_module.plan_call
+    monkeypatch.setattr(layers_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))
+    for layer in [*layers, *(layer.with_gamma(0.5) for layer in layers)]:
+        given = chunk(150)
+        shared = attend(layer, *given, statistics=("density",), plans=plans)[1]
+        assert torch.equal(shared.density, attend(layer, *given, statistics=("density",))[1].density)
+    assert len(plans) == 2
+    assert len(made) == 2 + 6  # those shared, and one for each call without
 
 
 @pytest.mark.attention
