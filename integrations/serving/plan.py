@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from flexmask.dense_policy import DensePolicy
@@ -10,13 +11,15 @@ from flexmask.integrations.serving.options import RequestOptions
 from flexmask.plans import Plan
 
 
-class SparseRequest(NamedTuple):
+@dataclass(frozen=True)
+class SparseRequest:
     batch_index: int  # in the block table too
     start: int  # rows of the packed batch
     stop: int
     seq_len: int  # tokens so far, including this chunk
     gamma: float | None = None  # the request's; None: the server's
-    plans: dict[Any, Plan] | None = None  # of its attention, by kind of layer (`attend` in layers.py)
+    # of its attention, by kind of layer (`attend` in layers.py)
+    plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
     @property
     def cached_len(self) -> int:
@@ -62,7 +65,7 @@ def plan_step(
         prefills = rows > 1 if is_prefilling is None else is_prefilling[index]
         options = (requested[index] if index < len(requested) else None) or RequestOptions()
         if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
-            sparse.append(SparseRequest(index, start, stop, seq_len, options.gamma, {}))
+            sparse.append(SparseRequest(index, start, stop, seq_len, options.gamma))
             sparse_tokens += rows
             continue
         dense_tokens += rows if prefills else 0
