@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from flexmask._torch import is_exporting, is_traced
+from flexmask._torch import MODULES_ARE_CONSTANTS, is_exporting, is_traced
 from flexmask.attend import Attended, planned_attention
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import CallPlan, by_head_dim, call_plan, every_block_plan, notice_dense
@@ -19,7 +18,7 @@ from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.mask import PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.session import scope_of
+from flexmask.integrations.huggingface.scope import is_scoped, module_of, noted, scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.selector import Selector
@@ -34,12 +33,15 @@ def serve(
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
-        if inputs.needs_grad or segments is not None:
+        # the operator finds modules that are noted, as an open scope's are
+        if MODULES_ARE_CONSTANTS:
+            noted(module)
+        if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
             return _outside_the_graph(module, inputs, tokens, prefill, segments)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-        return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
+        return prefill_operator(*tensors, *seen, tokens, id(module))
     with without_autocast(inputs.query.device):
         call = _prefill_call(module, inputs, tokens, prefill)
         out = call.output() if segments is None else call.packed_output(segments)
@@ -48,17 +50,23 @@ def serve(
 
 def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
-    scope = scope_of(module)
-    if prefill is not None:
-        scope = prefill.scope(scope)
-    if scope is None:
-        run, probe, settings = None, None, settings_for(getattr(module, "config", None))
-        index = getattr(module, "layer_idx", None)
-        layer = -1 if index is None else index
-    else:
-        run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
-    selector = _local_selector(settings.selector(layer), module, inputs.query.shape[1])
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
+    scope = scope_of(module) if prefill is None else prefill.scope(module)
+    num_heads = inputs.query.shape[1]
+    if scope is not None:
+        settings, layer = scope.run.settings, scope.layer_of(module)
+        selector = scope.selectors.get(module)
+        if selector is None:
+            selector = scope.selectors[module] = _local_selector(settings.selector(layer), module, num_heads)
+        return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layer = -1 if index is None else index
+    # a block's name without a block: left by an interrupt, or by a copy, before a compiled forward
+    settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
+    selector = _local_selector(settings.selector(layer), module, num_heads)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run)
+
+
+_DENSE = PrefillSettings(dense_below=sys.maxsize)
 
 
 class PrefillCall(NamedTuple):
@@ -177,17 +185,6 @@ def _rank(module: nn.Module, processes: int) -> int | None:
 
 
 _outside_the_graph = torch.compiler.disable(serve)
-# per process: operators of compiled forwards take tensors, numbers and strings, no modules
-_MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-
-
-def _note(number: int) -> int:
-    _MODULES[number] = ctypes.cast(number, ctypes.py_object).value
-    return number
-
-
-# While torch.compile traces, before 2.13, such a function takes numbers and no modules. id() guards on the module.
-_noted: Callable[[int], int] = torch.compiler.assume_constant_result(_note)
 # a captured graph would skip the Python that makes masks and statistics
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
@@ -202,7 +199,7 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
 def prefill_operator(*arguments: Any) -> Tensor:
     """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
     *inputs, tokens, module = arguments
-    return serve(_MODULES[module], AttentionInputs(*inputs), tokens)
+    return serve(module_of(module), AttentionInputs(*inputs), tokens)
 
 
 @prefill_operator.register_fake
