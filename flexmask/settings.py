@@ -288,4 +288,7 @@ def effective_settings(named: PrefillSettings | None, *configs: Any) -> tuple[Pr
     if named is not None:
         return named, "named"
     of_config = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
-    return (PrefillSettings(), "defaults") if of_config is None else (of_config, "config")
+    return (_defaults(), "defaults") if of_config is None else (of_config, "config")
+
+
+_defaults = functools.cache(PrefillSettings)

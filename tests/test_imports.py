@@ -26,10 +26,7 @@ BELOW: dict[str, set[str]] = {
     "plot": {"base"},
 }  # fmt: skip
 # imports of types only that close a circle
-CIRCLES = {
-    ("integrations.huggingface.session", "integrations.huggingface.call"),
-    ("integrations.inspect.page", "integrations.inspect"),
-}
+CIRCLES = {("integrations.inspect.page", "integrations.inspect")}
 
 
 def package_sources() -> dict[str, str]:

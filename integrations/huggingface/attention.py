@@ -6,12 +6,15 @@ Decoding runs dense. The way of a prefill: `attention` -> `serve` -> `_prefill_c
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from flexmask._torch import is_traced
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, attention_inputs, without_autocast
 from flexmask.flex.dense import attention_to_visible, dense_attention
@@ -19,6 +22,7 @@ from flexmask.integrations.huggingface.call import serve
 from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS, SDPA, refusal
 from flexmask.integrations.huggingface.mask import PrefillMask
 from flexmask.integrations.huggingface.packed import Segments
+from flexmask.integrations.huggingface.scope import give_back
 
 _UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt per batch row"
 # Arguments that change attention, and the alternative. Others from the model's forward pass (labels, lengths, flags).
@@ -42,8 +46,11 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
+    if not isinstance(attention_mask, PrefillMask) and not is_traced() and give_back(getattr(module, "config", None)):
+        scores = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        return _own_attention(module)(module, query, key, value, attention_mask, dropout=dropout, **scores, **kwargs)
     if dropout != 0:
         raise refusal(f"dropout {dropout}", "model.eval()")
     _check_arguments(module, kwargs)
@@ -51,7 +58,8 @@ def attention(
     if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
         mask = _checked_mask(module, is_causal, attention_mask, query, key)
         segments = _checked_segments(mask, query, kwargs)
-        return serve(module, _checked_inputs(query, key, value, mask, scores), mask.tokens, mask.prefill, segments), None
+        inputs = _checked_inputs(query, key, value, mask, scores)
+        return serve(module, inputs, mask.tokens, mask.prefill, segments, mask), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
     inputs = _checked_inputs(query, key, value, None, scores)
@@ -62,6 +70,14 @@ def attention(
             visible = attention_mask[..., : key.shape[2]]
             out = attention_to_visible(inputs, inputs.query, visible, ~visible.any(-2).any(1))[0]
         return out.transpose(1, 2).contiguous(), None
+
+
+def _own_attention(module: nn.Module) -> Any:
+    """The attention function that a model's file calls by the name in its config."""
+    file = sys.modules.get(type(module).__module__)
+    config: Any = module.config
+    functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return functions.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))
 
 
 def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:

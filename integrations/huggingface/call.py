@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-from flexmask._torch import is_exporting, is_traced
+from flexmask._torch import MODULES_ARE_CONSTANTS, is_exporting, is_traced
 from flexmask.attend import Attended
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import by_head_dim, notice_dense
@@ -19,7 +18,7 @@ from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.mask import PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.session import scope_of
+from flexmask.integrations.huggingface.scope import is_scoped, module_of, noted, scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
@@ -29,37 +28,51 @@ from flexmask.stats import STATISTICS, dense_stats
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None
-) -> Tensor:
+    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None,
+    mask: object = None,
+) -> Tensor:  # fmt: skip
     """Attention of one prefill call or pack, (batch, q_len, num_heads, v_head_dim); arguments as in `_prefill_call`."""
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
-        if inputs.needs_grad or segments is not None:
-            return _outside_the_graph(module, inputs, tokens, prefill, segments)
+        # the operator finds modules that are noted, as an open scope's are
+        if MODULES_ARE_CONSTANTS:
+            noted(module)
+        if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
+            return _outside_the_graph(module, inputs, tokens, prefill, segments, mask)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-        return prefill_operator(*tensors, *seen, tokens, _noted(id(module)))
+        return prefill_operator(*tensors, *seen, tokens, id(module))
     with without_autocast(inputs.query.device):
-        call = _prefill_call(module, inputs, tokens, prefill)
+        plans = None if prefill is None else prefill.plans.setdefault(mask, {})
+        call = _prefill_call(module, inputs, tokens, prefill)._replace(plans=plans)
         out = call.output() if segments is None else call.packed_output(segments)
     return out.transpose(1, 2).contiguous()
 
 
 def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
-    scope = scope_of(module)
-    if prefill is not None:
-        scope = prefill.scope(scope)
-    if scope is None:
-        run, probe, settings = None, None, settings_for(getattr(module, "config", None))
-        index = getattr(module, "layer_idx", None)
-        layer = -1 if index is None else index
-    else:
-        run, probe, settings, layer = scope.run, scope.probe, scope.run.settings, scope.session.layer_of(module)
-    selector = _local_selector(settings.selector(layer), module, inputs.query.shape[1])
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run, probe)
+    scope = scope_of(module) if prefill is None else prefill.scope(module)
+    num_heads = inputs.query.shape[1]
+    if scope is not None:
+        settings, layer = scope.run.settings, scope.layer_of(module)
+        selector = scope.selectors.get(module)
+        if selector is None:
+            selector = scope.selectors[module] = _local_selector(settings.selector(layer), module, num_heads)
+        return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layer = -1 if index is None else index
+    # a block's name without a block: left by an interrupt, or by a copy, before a compiled forward
+    settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
+    selector = _local_selector(settings.selector(layer), module, num_heads)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run)
+
+
+_DENSE = PrefillSettings(dense_below=sys.maxsize)
+
+
+Plans = dict[Any, Plan]  # by kind of layer, `PrefillCall.plan`
 
 
 class PrefillCall(NamedTuple):
@@ -72,6 +85,7 @@ class PrefillCall(NamedTuple):
     run: PrefillRun | None = None
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
+    plans: Plans | None = None  # of the layers under its mask
 
     def output(self) -> Tensor:
         """(batch, num_heads, q_len, v_head_dim), recorded in the run."""
@@ -99,6 +113,18 @@ class PrefillCall(NamedTuple):
         self.run.record(self.layer, attended.stats, mask, reason, self.prefill, size)
 
     def plan(self) -> Plan:
+        """That of the layers with the same settings and shapes."""
+        inputs, settings = self.inputs, self.settings
+        special = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
+        shapes = [(x.shape, x.dtype, x.device) for x in (inputs.query, inputs.key, inputs.value) if x is not None]
+        numbers = (inputs.scale, inputs.softcap, inputs.window, inputs.sinks is None, inputs.needs_grad)
+        kind = (id(settings), special, self.sequence, *shapes, *numbers)
+        plans = {} if self.plans is None else self.plans
+        if kind not in plans:
+            plans[kind] = self._new_plan().without_tensors()
+        return plans[kind]
+
+    def _new_plan(self) -> Plan:
         options, size = self.settings.call_options, self.selector.block_size
         reason = self.reason_no_mask()
         if reason is not None:
@@ -176,17 +202,6 @@ def _rank(module: nn.Module, processes: int) -> int | None:
 
 
 _outside_the_graph = torch.compiler.disable(serve)
-# per process: operators of compiled forwards take tensors, numbers and strings, no modules
-_MODULES: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-
-
-def _note(number: int) -> int:
-    _MODULES[number] = ctypes.cast(number, ctypes.py_object).value
-    return number
-
-
-# While torch.compile traces, before 2.13, such a function takes numbers and no modules. id() guards on the module.
-_noted: Callable[[int], int] = torch.compiler.assume_constant_result(_note)
 # a captured graph would skip the Python that makes masks and statistics
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
@@ -201,7 +216,7 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
 def prefill_operator(*arguments: Any) -> Tensor:
     """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
     *inputs, tokens, module = arguments
-    return serve(_MODULES[module], AttentionInputs(*inputs), tokens)
+    return serve(module_of(module), AttentionInputs(*inputs), tokens)
 
 
 @prefill_operator.register_fake

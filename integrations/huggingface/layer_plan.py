@@ -19,11 +19,11 @@ from flexmask.environment import one_line
 from flexmask.flex.backend import chosen_backend
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.compat import NAME, learned_positions, text_config
+from flexmask.integrations.huggingface.compat import learned_positions, text_config
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.prefill import opened
-from flexmask.integrations.huggingface.session import scope_of
+from flexmask.integrations.huggingface.scope import scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
 
@@ -147,7 +147,7 @@ def _attention(
     try:
         attention(module, given[0], given[1], given[2], mask, **arguments)
     except (NotImplementedError, ValueError) as error:
-        layer = scope.session.layer_of(module)
+        layer = scope.layer_of(module)
         planner.layers[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
     return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
 
@@ -160,8 +160,7 @@ def _follow(model: PreTrainedModel, run: PrefillRun, planner: _Planner, argument
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:
         with opened(model, run, planner) as scope, torch.no_grad():
-            for config in (config for config in scope.configs if config._attn_implementation == NAME):
-                config._attn_implementation_internal = _NAME
+            scope.config._attn_implementation_internal = _NAME
             try:
                 model(input_ids=ids, **arguments)
             except Exception as error:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import ReferenceType, ref
+from typing import Any, NoReturn
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from flexmask._torch import is_in_backward, is_readable, is_traced
+from flexmask._torch import is_readable, is_traced
 from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
-
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.session import Scope
+from flexmask.integrations.huggingface.scope import Scope, give_back, scope_of
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
@@ -35,21 +33,21 @@ class PrefillPass:
 
     def __init__(self) -> None:
         self._served = False
-        self._scope: ReferenceType[Scope] | None = None  # weak: a run keeps its latest prefill, and a scope its model
+        self._scope: ReferenceType[Scope] | None = None  # weak: a scope is open while its block holds it
+        self.plans: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of the layers under each mask (call.py)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrefillPass, ()
 
-    def scope(self, current: Scope | None) -> Scope | None:
-        """`current`, the model's open scope or None; in a backward, which runs checkpointed layers again, that of the forward."""
-        if not (self._served and is_in_backward()):
-            if not self._served:
-                self._served, self._scope = True, None if current is None else ref(current)
-            return current
+    def scope(self, module: nn.Module) -> Scope | None:
+        """That of the first layer, also where a backward runs checkpointed layers again."""
+        if not self._served:
+            scope = scope_of(module)
+            self._served, self._scope = True, None if scope is None else ref(scope)
         if self._scope is None:
             return None
         scope = self._scope()
-        if scope is None or not scope.is_open:
+        if scope is None or scope.closed:
             raise MaskNotServed(SCOPE_ENDED)
         return scope
 
@@ -168,6 +166,14 @@ class PrefillMask(BlockMask):
         return mask
 
 
+def made_mask(*, config: Any = None, **arguments: Any) -> Any:
+    """The mask function of transformers: `prefill_mask`, or that of the model's own attention where no block is open."""
+    if not is_traced() and give_back(config):
+        own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+        return None if own is None else own(config=config, **arguments)
+    return prefill_mask(config=config, **arguments)
+
+
 def prefill_mask(
     *,
     batch_size: int,
@@ -179,7 +185,7 @@ def prefill_mask(
     config: Any = None,
     **arguments: Any,
 ) -> PrefillMask | Tensor | None:
-    """The mask function of transformers, a single row SDPA's; ValueError if `attention_mask` ends before the last query row."""
+    """The mask of a prefill, of a single row that of SDPA; ValueError if `attention_mask` ends before the last query row."""
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
         keys = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}

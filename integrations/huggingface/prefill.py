@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -16,11 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.integrations.huggingface.compat import unwrapped
+from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.registration import register
-from flexmask.integrations.huggingface.session import Scope, latest
+from flexmask.integrations.huggingface.registration import register, switch
+from flexmask.integrations.huggingface.scope import LOCK, Scope, latest
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
+from flexmask.locking import locked
 from flexmask.selector import UnknownOption
 from flexmask.settings import PrefillSettings
 
@@ -28,9 +29,9 @@ _log = logging.getLogger("flexmask")
 
 
 class _Exit:
-    """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. A scope is over when its exit is gone.
+    """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. It alone holds the scope.
 
-    Nothing else shows an interrupt before the first line of an ``__exit__``: the program may keep the `sparse_prefill`.
+    So an interrupt before the first line of an ``__exit__`` ends the block too, whoever keeps the `sparse_prefill`.
     """
 
     def __init__(self, context: sparse_prefill | None = None) -> None:
@@ -39,23 +40,17 @@ class _Exit:
 
     def __get__(self, context: sparse_prefill | None, kind: type | None = None) -> _Exit:
         looked_up = _Exit(context)
-        _LOOKED_UP[threading.get_ident()] = ref(looked_up)
+        _LOOKED_UP.set(ref(looked_up))
         return looked_up
-
-    @classmethod
-    def of(cls, context: sparse_prefill) -> _Exit | None:
-        """The exit that this thread has looked up for a context that it enters."""
-        latest_one = _LOOKED_UP.pop(threading.get_ident(), None)
-        looked_up = None if latest_one is None else latest_one()
-        return looked_up if looked_up is not None and looked_up.context in (None, context) else None
 
     def __call__(self, *given: Any) -> None:
         # looked up on the class, it gets the context
         context, _, error, _ = given if self.context is None else (self.context, *given)
         # entered by hand: the latest of this thread or task, or one handed over to it
-        scope = self.scope or latest(tuple(context._by_hand))
-        scope.leave()
-        context._by_hand.pop(scope, None)
+        scope = self.scope or latest(context._by_hand)
+        scope.close()
+        if self.scope is None:
+            context._by_hand.remove(scope)
         summary = scope.run.dense_summary()
         if summary is not None:
             nothing_else, line = summary
@@ -69,18 +64,18 @@ class _Exit:
             )
 
 
-_LOOKED_UP: dict[int, ref[_Exit]] = {}  # the latest, by thread
+_LOOKED_UP: ContextVar[ref[_Exit] | None] = ContextVar("flexmask_looked_up", default=None)  # the latest exit
 
 
 class sparse_prefill(ContextDecorator):
-    """Run a model's prefill sparse inside a ``with`` block, and restore the model afterwards, also after an error.
+    """Run a model's prefill sparse inside a ``with`` block; outside the model runs its own attention, also after an error.
 
-    Calls `register`; the registered names stay. Only the text model is switched, which has ``config.get_text_config()``;
+    Calls `register`; the registered names stay. Only the text model is served, which has ``config.get_text_config()``;
     encoders of images and sounds are not. An object can be entered again, also while it is open; each time gives a new run.
 
-    Blocks on one model may nest or overlap, across threads and asyncio tasks; the model gets its own attention back when the last
-    one closes. A call uses the block that its thread or task entered last, else the one entered last of all. The model's config
-    holds the options of the block entered last (``flexmask_config``) for ``save_pretrained``, unless `method` is a function.
+    Blocks on one model may nest or overlap, across threads and asyncio tasks. A call uses the block that its thread or task
+    entered last, else the one entered last of all. The model's config holds the name of the block's attention while one is open,
+    and never its options: ``save_pretrained`` writes what it writes outside, and `configure` stores options.
 
     Parameters
     ----------
@@ -108,7 +103,7 @@ class sparse_prefill(ContextDecorator):
     Warns
     -----
     UserWarning
-        When the block ends, if the model ran a prompt but no layer called this attention.
+        When the block ends, if the model ran a prompt but no layer called this attention. As `register`.
 
     Raises
     ------
@@ -147,27 +142,24 @@ class sparse_prefill(ContextDecorator):
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
-        self._by_hand: dict[Scope, _Exit] = {}  # scopes entered without an exit
+        self._by_hand: list[Scope] = []  # entered without an exit
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:
             raise error.with_names("collect_stats", "collect_masks", "max_calls") from None
 
     def __enter__(self) -> PrefillRun:
-        looked_up = _Exit.of(self)
-        holder = looked_up or _Exit()
+        looked_up = _LOOKED_UP.get()
+        leave = None if looked_up is None else looked_up()
         register()
-        run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
-        try:
-            holder.scope = scope = Scope.enter(self._model, run, holder)
-            if looked_up is None:
-                self._by_hand[scope] = holder
-            return run
-        except BaseException:
-            if holder.scope is not None:
-                self._by_hand.pop(holder.scope, None)
-                holder.scope.leave()
-            raise
+        scope = Scope(self._model, PrefillRun(model_settings(self._model, **self._options), *self._collects))
+        if leave is not None and leave.scope is None and leave.context in (None, self):
+            leave.scope = scope
+            _open(scope)
+        else:
+            _open(scope)
+            self._by_hand.append(scope)
+        return scope.run
 
     __exit__ = _Exit()
 
@@ -176,9 +168,20 @@ class sparse_prefill(ContextDecorator):
 def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[Scope]:
     """A scope that records in `run`; `probe` serves its prefill calls."""
     register()
-    holder = _Exit()
-    scope = Scope.enter(model, run, holder, probe)
+    scope = Scope(model, run, probe)
+    _open(scope)
     try:
         yield scope
     finally:
-        scope.leave()
+        scope.close()
+
+
+@locked(LOCK)
+def _open(scope: Scope) -> None:
+    check_servable(scope.model)
+    try:
+        scope.open()
+        switch(scope.model)
+    except BaseException:
+        scope.close()
+        raise

@@ -8,7 +8,7 @@ import transformers
 from transformers import DynamicCache, StaticCache
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.session import SWITCHED, Session
+from flexmask.integrations.huggingface.scope import open_scopes
 from tests.integrations.families import FAMILIES
 from tests.repository import python
 
@@ -53,14 +53,20 @@ def padded(tokens, number=70):
     return mask
 
 
+def is_open(model):
+    """Whether a block is, in any thread."""
+    assert model.config._attn_implementation in ("sdpa", "flexmask:SDPA")
+    return model.config._attn_implementation != "sdpa"
+
+
 def is_untouched(model, attention="sdpa"):
     return (
         model.config._attn_implementation == attention
         and not hasattr(model.config, "flexmask_config")
-        and not Session.of(model).scopes
+        and not open_scopes(model.config)
+        and not any(map(open_scopes, model.modules()))
         and not model.base_model._forward_hooks
         and not model.base_model._forward_hooks_with_kwargs
-        and not SWITCHED
     )
 
 

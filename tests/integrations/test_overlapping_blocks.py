@@ -1,6 +1,7 @@
 """Blocks on one model that overlap: in one thread, in several, and in asyncio tasks."""
 
 import asyncio
+import copy
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from tests.integrations.common import is_untouched
+from tests.integrations.common import is_open, is_untouched
 
 # all dense: the reason of a call shows whose options it ran with
 BELOW = (1000, 2000, 3000)
@@ -36,7 +37,7 @@ def test_blocks_are_closed_in_any_order(model, tokens, order):
         expected[max(still_open)].append(max(still_open))
         blocks[number].__exit__(None, None, None)
         still_open.remove(number)
-        assert model.config._attn_implementation == ("flexmask" if still_open else "sdpa")
+        assert is_open(model) == bool(still_open)
     assert [ran_in(run) for run in runs] == expected
     assert is_untouched(model)
 
@@ -61,7 +62,7 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
     """A enters, B enters, both run, A leaves, B runs on."""
     steps = threading.Barrier(2, timeout=120)
     shared = block(model, 0)
-    runs, names = {}, {}
+    runs = {}
 
     def work(number):
         if number == 1:
@@ -75,7 +76,6 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
                 model(tokens[:, :50])
             if number == 1:
                 steps.wait()  # the other has left
-                names[number] = model.config._attn_implementation
                 model(tokens[:, :50])
         if number == 0:
             steps.wait()
@@ -83,7 +83,6 @@ def test_threads_run_with_their_own_blocks(model, tokens, shares_object):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(torch.no_grad()(work), range(2)))
     assert [ran_in(runs[number]) for number in (0, 1)] == [[0] * 20, [0 if shares_object else 1] * 21]
-    assert names == {1: "flexmask"}
     assert is_untouched(model)
 
 
@@ -98,6 +97,27 @@ def test_models_that_share_a_config_have_blocks_of_their_own(model, tokens):
     second.__exit__(None, None, None)
     assert [ran_in(run) for run in runs] == [[0], [1, 1]]
     assert is_untouched(model) and is_untouched(other)
+
+
+def test_a_block_serves_modules_with_the_model_s_config_that_have_none(model, tokens):
+    """Another model, compiled or not, and copies of modules, as torch.nn.DataParallel's."""
+    other = LlamaForCausalLM(model.config).eval()
+    attention = copy.copy(other.model.layers[0].self_attn)
+    others = [other, torch.compile(other, backend="eager"), other]
+    for number, each in enumerate(others):
+        if number == 2:
+            other.model.layers[0].self_attn = attention
+        with block(model, 0) as run:
+            each(tokens[:, :50])
+        assert ran_in(run) == [0]
+    assert is_untouched(model)
+
+
+def test_a_block_on_a_part_serves_the_part_inside_one_on_the_model(model, tokens):
+    with block(model, 0) as outer, block(model.model, 1) as inner:
+        model(tokens[:, :50])
+    assert (ran_in(outer), ran_in(inner)) == ([], [1])
+    assert is_untouched(model)
 
 
 def test_tasks_run_with_their_own_blocks(model, tokens):
@@ -123,7 +143,7 @@ def test_tasks_run_with_their_own_blocks(model, tokens):
         await entered[1].wait()
         may_leave[0].set()
         results = [await first]
-        assert model.config._attn_implementation == "flexmask"
+        assert is_open(model)
         may_leave[1].set()
         return [*results, await second]
 
@@ -133,10 +153,11 @@ def test_tasks_run_with_their_own_blocks(model, tokens):
 
 def test_block_that_cannot_be_entered_leaves_the_others_open(model, tokens):
     with block(model, 0) as run:
-        model.set_attn_implementation = lambda name: 1 / 0
-        with pytest.raises(ZeroDivisionError), block(model, 1):
+        model.base_model.register_forward_hook = lambda *given, **named: 1 / 0
+        with pytest.raises(ZeroDivisionError) as caught, block(model, 1):
             pytest.fail("entered")
-        del model.set_attn_implementation
+        del model.base_model.register_forward_hook
         model(tokens[:, :50])
+    assert caught.traceback  # it holds what was not entered
     assert ran_in(run) == [0]
     assert is_untouched(model)

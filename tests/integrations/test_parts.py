@@ -112,8 +112,8 @@ def test_only_the_text_model_is_switched(make):
     names = {key: config._attn_implementation for key, config in configs.items()}
     text = text_config(model)
     with flexmask_hf.sparse_prefill(model, gamma=0.5):
-        assert text._attn_implementation == "flexmask"
-        assert text.flexmask_config == {"gamma": 0.5}
+        assert text._attn_implementation == "flexmask:SDPA"
+        assert not hasattr(text, "flexmask_config")
         assert all(config is text or config._attn_implementation == names[key] for key, config in configs.items())
     assert {key: config._attn_implementation for key, config in configs.items()} == names
     for wrong in ({"layers": {40: {"gamma": 0.5}}}, {"dense_layers": [40]}):

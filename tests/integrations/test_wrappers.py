@@ -1,6 +1,7 @@
 """Models in PEFT's wrappers, compiled, in pipelines; what a block leaves in the config."""
 
 import copy
+import functools
 import json
 import pickle
 
@@ -8,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaForCausalLM, Pipeline
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.settings import PrefillSettings
@@ -48,7 +51,6 @@ def test_wrapper_is_taken_off(model, tokens, wrap):
     wrapped = wrap(model)
     flexmask_hf.configure(wrapped, dense_below=700)
     with flexmask_hf.sparse_prefill(wrapped) as run:
-        assert model.config._attn_implementation == "flexmask"
         (model if "OnlyAModel" in type(wrapped).__name__ or hasattr(wrapped, "_orig_mod") else wrapped)(tokens[:, :50])
     assert run.reasons == {0: ["50 tokens < dense_below 700"], 1: ["50 tokens < dense_below 700"]}
     assert model.config._attn_implementation == "sdpa"
@@ -65,35 +67,76 @@ def saved_config(model, folder):
     return json.loads((folder / "config.json").read_text()).get("flexmask_config")
 
 
-def test_options_of_the_block_are_saved_in_it_and_gone_after_it(model, tmp_path):
+def test_a_model_is_saved_in_a_block_as_outside(model, tmp_path):
+    flexmask_hf.configure(model, gamma=0.9)
     with flexmask_hf.sparse_prefill(model, gamma=0.8, dense_layers=(1,)):
-        assert saved_config(model, tmp_path / "in") == {"gamma": 0.8, "dense_layers": [1]}
-        with flexmask_hf.sparse_prefill(model, gamma=0.7):
-            assert saved_config(model, tmp_path / "inner") == {"gamma": 0.7}
-        assert saved_config(model, tmp_path / "again") == {"gamma": 0.8, "dense_layers": [1]}
-    assert saved_config(model, tmp_path / "after") is None
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "in")
+        assert saved_config(model, tmp_path) == {"gamma": 0.9}
+        with flexmask_hf.sparse_prefill(model) as inner:
+            # the model's own, not the outer block's
+            assert inner.settings.options == {"gamma": 0.9}
+        flexmask_hf.configure(model, gamma=0.7)
+    assert model.config.flexmask_config == {"gamma": 0.7}
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.config._attn_implementation == "sdpa"
     with flexmask_hf.sparse_prefill(loaded) as run:
         pass
-    assert run.settings == PrefillSettings(gamma=0.8, dense_layers=(1,))
-    # the model's own stay beside those of blocks
-    flexmask_hf.configure(model, gamma=0.9)
-    with flexmask_hf.sparse_prefill(model, gamma=0.8), flexmask_hf.sparse_prefill(model) as inner:
-        # the model's own, not the outer block's
-        assert inner.settings.options == {"gamma": 0.9}
-    with flexmask_hf.sparse_prefill(model, method=lambda *args, **options: None):
-        assert saved_config(model, tmp_path / "beside") == {"gamma": 0.9}
-    assert saved_config(model, tmp_path / "own") == {"gamma": 0.9}
+    assert run.settings == PrefillSettings(gamma=0.9)
 
 
-def test_copies_made_in_a_block_have_its_options(model, tokens):
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_copies_made_in_a_block_run_as_outside(model, tokens, attention):
+    model.set_attn_implementation(attention)
+    tokens, mask = tokens[:, :50], torch.ones(50, 50, dtype=torch.bool).tril()[None, None]
+    expected = [model(tokens).logits, model(tokens, attention_mask=mask).logits]
     with flexmask_hf.sparse_prefill(model, **SPARSE) as run:
-        expected = model(tokens).logits
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for other in copies:
-        assert torch.equal(other(tokens).logits, expected)  # by its name and its config
-    assert len(run.stats[0]) == 1
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+        for other in copies[:2]:
+            assert torch.equal(other(tokens).logits, expected[0])
+        # a mask of the caller's: attention comes first
+        assert torch.equal(copies[2](tokens, attention_mask=mask).logits, expected[1])
+    assert run.stats == {}
+    assert [other.config._attn_implementation for other in copies] == [attention] * 3
     with flexmask_hf.sparse_prefill(copies[0], dense_below=1000) as run:
-        copies[0](tokens[:, :50])
+        copies[0](tokens)
     assert len(run.stats) == 2
+
+
+def test_a_model_by_name_has_blocks_too(model, tokens):
+    flexmask_hf.register()
+    flexmask_hf.configure(model, dense_below=700)
+    model.set_attn_implementation("flexmask")
+    expected = model(tokens).logits
+    with flexmask_hf.sparse_prefill(model, dense_below=600) as run:
+        model(tokens)
+    assert run.reasons[0] == ["530 tokens < dense_below 600"]
+    assert model.config._attn_implementation == "flexmask"
+    assert torch.equal(model(tokens).logits, expected)
+
+
+@pytest.mark.usefixtures("fresh_process")
+@pytest.mark.parametrize("place", ["attention", "masks"])
+def test_other_libraries_wrappers_are_named_and_do_not_run(model, tokens, place):
+    """As kvpress's around every function that there is."""
+    functions = {"attention": ALL_ATTENTION_FUNCTIONS, "masks": ALL_MASK_ATTENTION_FUNCTIONS}[place]
+    with flexmask_hf.sparse_prefill(model) as run:
+        expected = model(tokens).logits
+    calls = []
+
+    def wrapped(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            calls.append(function)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    for name, function in functions.items():
+        functions[name] = wrapped(function)
+    named = pytest.warns(UserWarning, match=r"^tests\.integrations\.test_wrappers wraps attention in transformers")
+    with named as caught, flexmask_hf.sparse_prefill(model) as run:
+        assert torch.equal(model(tokens).logits, expected)
+    assert len(run.stats) == 2
+    assert len(caught) == 1
+    assert not calls
+    model(tokens)
+    assert calls

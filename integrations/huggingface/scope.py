@@ -1,0 +1,152 @@
+"""The open `sparse_prefill` blocks, and which of them serves a call.
+
+transformers and compiled forwards choose attention by the name in a model's config. So a block writes a name there, which holds
+that of the model's own attention, and nothing else. Nothing depends on its being taken back: without an open scope the next
+forward writes the own name again where it makes its masks (`give_back`), and a compiled one runs dense.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from flexmask._torch import is_traced
+from flexmask.integrations.huggingface.compat import NAME, text_config
+from flexmask.integrations.record import PrefillRun
+from flexmask.locking import locked
+from flexmask.selector import Selector
+
+LOCK = threading.RLock()  # held while scopes open and close
+_PREFIX = f"{NAME}:"
+
+
+class Scope:
+    """One open `sparse_prefill` block. It is open until it is closed, or until nobody holds it: after an interrupt."""
+
+    def __init__(self, model: PreTrainedModel, run: PrefillRun, probe: Callable[..., Tensor] | None = None) -> None:
+        self.model, self.run = model, run
+        self.probe = probe  # serves every prefill call
+        self.config, self.closed = text_config(model), False
+        self._unhook: Callable[[], Any] = lambda: None
+        self.selectors: dict[nn.Module, Selector] = {}  # by layer, of this process's heads
+        self._layers: dict[nn.Module, int] = {}
+
+    @locked(LOCK)
+    def open(self) -> None:
+        """Serve the model's calls, in this thread or task before other scopes."""
+        opened = ref(self)
+        for part in (self.config, *self.model.modules()):
+            known = _known(part)
+            known.scopes = (*(scope for scope in known.scopes if scope() is not None), opened)
+        _OPENED_HERE.set((*(scope for scope in _OPENED_HERE.get() if scope() is not None), opened))
+        # generate() and PEFT bypass the outer modules
+        base = self.model.base_model
+        self._unhook = weakref.finalize(self, base.register_forward_hook(_note_forward, with_kwargs=True).remove)
+
+    @locked(LOCK)
+    def close(self) -> None:
+        self.closed = True
+        self._unhook()
+        give_back(self.config)
+
+    def layer_of(self, module: nn.Module) -> int:
+        """The module's `layer_idx`, else its place by first call among the modules without one."""
+        layer = getattr(module, "layer_idx", None)
+        return layer if isinstance(layer, int) else self._layers.setdefault(module, len(self._layers))
+
+
+# of the current thread or task; a task begins with its creator's scopes, a thread with none
+_OPENED_HERE: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_here", default=())
+
+
+class _Part:
+    """A config or module, and the scopes that serve it."""
+
+    def __init__(self, part: Any) -> None:
+        number, drop = id(part), _PARTS.pop
+        self.part: Callable[[], Any] = ref(part, lambda _: drop(number, None))
+        self.scopes: tuple[ref[Scope], ...] = ()
+
+
+# by id, since configs are not hashable and operators take no modules; an entry goes with its part
+_PARTS: dict[int, _Part] = {}
+
+
+def _known(part: Any) -> _Part:
+    return _PARTS.get(id(part)) or _PARTS.setdefault(id(part), _Part(part))
+
+
+def open_scopes(part: Any) -> list[Scope]:
+    """The open scopes of a config or module in the order of opening."""
+    known = _PARTS.get(id(part))
+    found = [] if known is None else [opened() for opened in known.scopes]
+    return [scope for scope in found if scope is not None and not scope.closed]
+
+
+def scope_of(module: nn.Module) -> Scope | None:
+    """The scope that serves a call of a module, if one is open: on a model that has it, else on one with its config."""
+    # torch.nn.DataParallel calls copies of modules
+    scopes = open_scopes(module) or open_scopes(getattr(module, "config", None))
+    return latest(scopes) if scopes else None
+
+
+def latest(scopes: Sequence[Scope]) -> Scope:
+    """The scope that the current thread or task opened last, else the last."""
+    return next((scope for opened in reversed(_OPENED_HERE.get()) if (scope := opened()) in scopes), None) or scopes[-1]
+
+
+def module_of(number: int) -> nn.Module:
+    """The module of an id, which `noted` has noted or an open scope."""
+    module: nn.Module = _PARTS[number].part()
+    return module
+
+
+def _note(module: nn.Module) -> int:
+    _known(module)
+    return id(module)
+
+
+# runs while torch.compile traces; torch before 2.13 passes no modules
+noted: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_note)
+
+
+def scoped_name(own: str | None) -> str:
+    """The name of a block's attention, which holds that of the model's own."""
+    # transformers takes every name with "flash" for one of its own kernels
+    return _PREFIX + (own or "").swapcase()
+
+
+def is_scoped(config: Any) -> bool:
+    """True for a config in which a block has written its name."""
+    return str(getattr(config, "_attn_implementation", None)).startswith(_PREFIX)
+
+
+@locked(LOCK)
+def give_back(config: Any) -> bool:
+    """Write a model's own attention into its config if no scope is open; True if another was there."""
+    if not is_scoped(config) or open_scopes(config):
+        return False
+    # the property would set the name of all parts, where other scopes may be open
+    config._attn_implementation_internal = config._attn_implementation.removeprefix(_PREFIX).swapcase() or None
+    return True
+
+
+def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Note a prefill that was not compiled. Module-level: models are pickled with their hooks."""
+    if is_traced():
+        return
+    given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens = next((value for value in given if isinstance(value, Tensor)), None)
+    if tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1:  # decoding
+        return
+    scope = scope_of(module)
+    if scope is not None:
+        scope.run.note_forward()
