@@ -13,6 +13,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import flexprefill_mask
 from flexmask.environment import check_transformers
+from flexmask.integrations.huggingface import call
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded, static_cache
 from tests.repository import python
 
@@ -36,6 +37,29 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
         model(tokens)
     assert torch.equal(run.masks[0][0].to_dense(), mask.to_dense())
     assert torch.equal(run.stats[0][0].density, stats.density)
+
+
+@pytest.mark.parametrize(("layers", "number"), [({}, 1), ({1: {"gamma": 0.9}}, 2)], ids=str)
+def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, layers, number):
+    made, run_alone = [], []
+
+    def plan_call(*arguments):
+        made.append(planned(*arguments))
+        return made[-1]
+
+    planned = call.plan_call
+    with flexmask_hf.sparse_prefill(model, **SPARSE, layers=layers):
+        monkeypatch.setattr(call, "plan_call", plan_call)
+        for mask in (None, padded(tokens), None):
+            made.clear()
+            out = model(tokens, attention_mask=mask).logits
+            assert len(made) == number
+            # without plans that layers share
+            monkeypatch.setattr(call.PrefillCall, "plan", call.PrefillCall._new_plan)
+            run_alone.append(torch.equal(model(tokens, attention_mask=mask).logits, out))
+            monkeypatch.undo()
+            monkeypatch.setattr(call, "plan_call", plan_call)
+    assert all(run_alone)
 
 
 @pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
