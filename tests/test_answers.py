@@ -234,6 +234,49 @@ def test_the_interval_of_rulers_mean_draws_prompts_within_tasks():
     assert low == pytest.approx(-0.32, abs=0.03) and high == pytest.approx(-0.18, abs=0.03)
 
 
+@pytest.fixture
+def report(tmp_path):
+    pytest.importorskip("pandas")
+    from bench.report import answers
+
+    def write(rows):
+        lines = (json.dumps({**row, "length": 32768, "parts": float(row["exact"])}) + "\n" for row in rows)
+        (tmp_path / answers.FILE).write_text("".join(lines), encoding="utf-8")
+        return lambda **options: [[*map(str.strip, line.split("|")[1:-1])] for line in answers.by_task(tmp_path, **options)[3:-1]]
+
+    return write
+
+
+def test_the_report_compares_each_setting_on_its_own_prompts_and_says_how_many(report):
+    read = report([
+        *(result("json", i, "dense", -2.0, i != 1) for i in range(4)),
+        *(result("json", i, "hybrid 0.9", -2.5, i == 0) for i in range(4)),
+        *(result("json", i, "xattention 0.8", -4.0, False) for i in range(2)),
+        *(result("json", i, "earlier rule 0.9", -9.0, False) for i in range(4)),
+        *(result("records", i, "dense", -1.0, True) for i in range(2)),
+        *(result("records", i, "hybrid 0.9", -1.0, True) for i in range(2)),
+    ])  # fmt: skip
+    # in the order of the tasks; dense answers three of json's four prompts, one of the two that xattention has
+    assert read() == [
+        ["`records`", "100.0", "+0.0 [+0.0, +0.0]; +0.00 ± 0.00; 25.0%; 2", "-"],
+        ["`json`", "75.0", "-50.0 [-100.0, +0.0]; -0.50 ± 0.00; 25.0%; 4", "-50.0 [-100.0, +0.0]; -2.00 ± 0.00; 25.0%; 2"],
+    ]
+    assert read(against="hybrid 0.9") == [["`json`", "50.0", "-50.0 [-100.0, +0.0]; -1.50 ± 0.00; 25.0%; 2"]]
+
+
+def test_the_report_means_all_tasks_of_ruler_with_the_same_weight(report):
+    counts = {**dict.fromkeys(ruler.TASKS, 2), "ruler_fwe": 20}
+    rows = [
+        *(result(task, i, "dense", -1.0, True) for task in counts for i in range(counts[task])),
+        *(result(task, i, "hybrid 0.9", -1.0, task != "ruler_fwe") for task in counts for i in range(counts[task])),
+        *(result("ruler_vt", i, "hybrid 0.95", -1.0, True) for i in range(2)),
+    ]
+    *_, mean = report(rows)()
+    # one task of ten is lost whole
+    assert mean == ["RULER, 10 tasks", "100.0", "-10.0 [-10.0, -10.0]; 25.0%; 38", "-"]
+    assert all("RULER" not in line[0] for line in report([row for row in rows if row["task"] != "ruler_cwe"])())
+
+
 @pytest.mark.parametrize("task", ruler.TASKS)
 def test_rulers_questions_hold_their_answers(task):
     pytest.importorskip("lm_eval")

@@ -10,36 +10,58 @@ import numpy as np
 
 from bench import intervals
 from bench.answers import table
+from bench.answers.prompts import TASKS
+from bench.answers.ruler import TASKS as RULER
 from bench.report.rows import FOLDER, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table
 
 FILE = "answers-nvidia-h200.jsonl"
+SETTINGS = ("hybrid 0.9", "hybrid 0.95", "flexprefill 0.65", "xattention 0.8")
 
 
-def by_task(folder: Path = FOLDER, length: int = 32768, chunk: int | None = None) -> list[str]:
-    """Right parts of dense answers; of each setting the change in points, dlp and the density."""
+def by_task(folder: Path = FOLDER, length: int = 32768, chunk: int | None = None, against: str = "dense") -> list[str]:
+    """Right parts of `against` on the most prompts; of each other setting the change in points, dlp, density and prompts of both.
+
+    The last line has RULER's mean of each setting that ran all of its tasks; its interval draws prompts within tasks.
+    """
+    wanted = {against, *SETTINGS}
     rows = [row for row in read_rows(folder / FILE) if (row["length"], row["chunk"]) == (length, chunk)]
-    found = table.paired(rows, "dense")
+    found = table.paired((row for row in rows if row["setting"] in wanted), against)
     settings = list(dict.fromkeys(label for _, label in found))
     lines = []
-    for task in dict.fromkeys(task for task, _ in found):
-        cells = []
-        for setting in settings:
-            if (task, setting) not in found:
-                cells.append("-")
-                continue
-            pairs = found[task, setting]
-            points = table.points(float(np.mean(changes := pairs.differences("parts"))), intervals.of_mean(changes))
-            mean, error = table.mean_and_error(pairs.differences("logp"))
-            cells.append(f"{points}; {mean:+.2f} ± {error:.2f}; {percent(pairs.mean(pairs.ours, 'density'))}")
-        pairs = next(pairs for (name, _), pairs in found.items() if name == task)
-        lines.append([f"`{task}`", str(len(pairs.ours)), f"{100 * pairs.mean(pairs.others, 'parts'):.1f}", *cells])
-    return markdown_table(["task", "prompts", "dense", *settings], lines)
+    for task in TASKS:
+        of_task = [found.get((task, each)) for each in settings]
+        if any(of_task):
+            most = max(filter(None, of_task), key=lambda pairs: len(pairs.ours))
+            lines.append([f"`{task}`", _right([most]), *(_cell(each) if each else "-" for each in of_task)])
+    whole = [[found[task, each] for task in RULER] if all((task, each) in found for task in RULER) else [] for each in settings]
+    if any(whole):
+        lines.append([f"RULER, {len(RULER)} tasks", _right(next(filter(None, whole))), *map(_mean, whole)])
+    return markdown_table(["task", against, *settings], lines)
+
+
+def _right(tasks: list[table.Pairs]) -> str:
+    return f"{100 * np.mean([pairs.mean(pairs.others, 'parts') for pairs in tasks]):.1f}"
+
+
+def _cell(pairs: table.Pairs) -> str:
+    points = table.points(float(np.mean(changes := pairs.differences("parts"))), intervals.of_mean(changes))
+    mean, error = table.mean_and_error(pairs.differences("logp"))
+    return f"{points}; {mean:+.2f} ± {error:.2f}; {percent(pairs.mean(pairs.ours, 'density'))}; {len(changes)}"
+
+
+def _mean(tasks: list[table.Pairs]) -> str:
+    if not tasks:
+        return "-"
+    changes = [pairs.differences("parts") for pairs in tasks]
+    points = table.points(float(np.mean([np.mean(each) for each in changes])), table.of_task_means(changes))
+    density = float(np.mean([pairs.mean(pairs.ours, "density") for pairs in tasks]))
+    return f"{points}; {percent(density)}; {sum(map(len, changes))}"
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "answers": by_task,
-    "answers-64k": partial(by_task, length=65536),
+    "answers-against-hybrid": partial(by_task, against="hybrid 0.9"),
     "answers-chunks": partial(by_task, chunk=8192),
 }
