@@ -60,7 +60,7 @@ class Engine(NamedTuple):
 
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
 _FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-# vLLM's own operator for CPUs turns latent queries of several heads wrong (0.29 to 0.32)
+# vLLM's own operator for CPUs turns latent queries of several heads wrong
 _NATIVE_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
