@@ -60,7 +60,7 @@ test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
 	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)
 
-# not a part of `make test`: it starts ten engines and servers, one after another. VLLM_RELEASE=0.29.0 VLLM_VENV=DIR: another release
+# not a part of `make test`: it starts ten engines and servers, one after another. VLLM_RELEASE=0.33.0 VLLM_VENV=DIR: another release
 VLLM_VENV ?= .venv-vllm
 test-vllm: $(VLLM_VENV)/.installed-$(VLLM_RELEASE) ## the plug-in in vLLM's CPU build, in an environment of its own (VLLM_VENV, 3.4 GB)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
@@ -70,7 +70,7 @@ $(VLLM_VENV)/.installed-$(VLLM_RELEASE): tests/vllm/requirements.txt tests/vllm/
 	tests/vllm/environment.sh $(VLLM_VENV) $(PYTHON) $(VLLM_RELEASE)
 	@touch $@
 
-# SGLang without its kernels for GPUs, on torch's own operators. SGLANG_RELEASE=0.5.18 SGLANG_VENV=DIR: another release
+# SGLang without its kernels for GPUs, on torch's own operators. SGLANG_RELEASE=0.5.22 SGLANG_VENV=DIR: another release
 SGLANG_VENV ?= .venv-sglang
 test-sglang: $(SGLANG_VENV)/.installed-$(SGLANG_RELEASE) ## the plug-in in SGLang on a CPU, in an environment of its own (SGLANG_VENV, 2 GB)
 	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -o filterwarnings=default tests/sglang $(ARGS)

@@ -96,7 +96,7 @@ def transformers(session: nox.Session, release: str) -> None:
 
 
 @nox.session(default=False)
-@nox.parametrize("release", ["0.26.0", "0.29.0", "0.32.0"], ids=["0.26.0", "0.29.0", "0.32.0"])
+@nox.parametrize("release", ["0.32.0", "0.33.0"], ids=["0.32.0", "0.33.0"])
 def vllm(session: nox.Session, release: str) -> None:
     """The plug-in's tests on a release of vLLM's CPU build, 3.4 GB each; all but its HTTP server."""
     session.run("sh", "tests/vllm/environment.sh", session.virtualenv.location, "python3", release, external=True)

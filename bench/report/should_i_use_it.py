@@ -14,10 +14,10 @@ from bench.report.trained import first_tokens
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
-_ENGINES, _ERROR = "serving.md#measurements", "../bench/FIDELITY.md#does-it-hold-at-my-length"
+_ENGINES, _ERROR = "serving-measurements.md#times", "../bench/FIDELITY.md#does-it-hold-at-my-length"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
 _VLLM = "../bench/REPORT.md#vllm-on-an-h100"
-_LATENT, _MIXTURES = "serving.md#deepseek-v3s-attention", "serving.md#mixtures-and-sinks"
+_LATENT, _MIXTURES = "serving-measurements.md#deepseek-v3s-attention", "serving-measurements.md#mixtures-and-sinks"
 _SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
 _ON_FLASH = "hybrid, gamma 0.1, min_budget 2688, min_coverage 0, backend flash"
 _GAINS = (16384, 32768, 65536, 131072)  # prompt tokens

@@ -27,15 +27,21 @@ def doctor(
     ] = None,
     model: Model = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,
-    skip_self_test: Annotated[
-        bool, typer.Option("--skip-self-test", help="Run neither the self-test nor the check of FLASH's features.")
-    ] = False,
+    whole: Annotated[
+        bool | None,
+        typer.Option(
+            "--self-test/--skip-self-test",
+            help="Also time attention and print all of it for an issue; or run neither the self-test nor FLASH's check.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Check this machine, and a model without its weights.
 
     Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
-    its mask. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With --model it also shows the plan of
-    each layer (sparse, dense or refused), from the model's config.
+    its mask, and masks with those of a CPU. With --self-test it also times attention, and prints all of it to paste into an
+    issue. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With --model it also shows the plan of each
+    layer (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
@@ -58,7 +64,7 @@ def doctor(
     }
     _show_machine(output, document)
     bad = any(problem.severity == "error" for problem in known)
-    if not skip_self_test:
+    if whole is not False:
         document |= _tested(output, where)
         bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
@@ -69,10 +75,14 @@ def doctor(
         document["model"], document["layers"] = about, [layer._asdict() for layer in plan]
         _show_layers(output, about, plan)
         bad = bad or about["refused"] is not None or any(layer.plan == "refused" for layer in plan)
+    if whole:
+        document |= _timed(output, where)
     document["ok"] = not bad
     unknown = config is not None and about["unknown"] is not None
     well = "No problem found; the model's layers are unknown." if unknown else "No problem found."
     output.line("", "A problem was found." if bad else well)
+    if whole:
+        output.line("", "To paste into an issue:", "", "```", *_for_an_issue(document), "```")
     output.result(document)
     if bad:
         raise typer.Exit(PROBLEM)
@@ -104,8 +114,10 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
         verdict = "passed" if test.passed else "FAILED"
         difference = "" if test.difference is None else f"{test.difference:.1e}"
         density = "" if test.density is None else f"{test.density:.1%}"
-        rows.append([test.method, test.backend, test.dtype, density, difference, f"{test.tolerance:g}", verdict, test.error])
-    columns = ["method", "backend", "dtype", "density", "largest difference", "allowed", "", ""]
+        others = "" if test.other_blocks is None else f"{test.other_blocks:.1%}"
+        allowed = f"{test.tolerance:g}"
+        rows.append([test.method, test.backend, test.dtype, density, others, difference, allowed, verdict, test.error])
+    columns = ["method", "backend", "dtype", "density", "other blocks", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
     features = []
@@ -120,6 +132,36 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
         output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
     shown = [test._asdict() | {"passed": test.passed} for test in tests]
     return {"self_test": shown, "flash": [feature._asdict() for feature in features]}
+
+
+def _timed(output: Output, device: str) -> dict[str, Any]:
+    """Run and show the times."""
+    from flexmask.self_test import timed
+
+    with output.progress("timing attention"):
+        calls = list(timed(device))
+    rows = []
+    for call in calls:
+        numbers = ["", "", "", ""]
+        if call.dense is not None and call.sparse is not None:
+            seconds = [f"{1e3 * each:.2f} ms" for each in (call.dense, call.sparse)]
+            numbers = [f"{call.density:.1%}", *seconds, f"{call.dense / call.sparse:.2f}x"]
+        rows.append([f"{call.tokens:,}", call.heads, call.dtype, *numbers, call.error])
+    output.line()
+    columns = ["tokens", "heads", "dtype", "density", "dense", "hybrid", "", ""]
+    output.table(columns, rows, "Times of whole calls, with their masks")
+    return {"times": [call._asdict() for call in calls]}
+
+
+def _for_an_issue(document: dict[str, Any]) -> list[str]:
+    """Everything that was found, a line each."""
+    lines = [document["device"], " ".join(f"{name} {version}" for name, version in document["versions"].items() if version)]
+    for name in ("backends", "problems", "self_test", "flash", "times"):
+        for found in document[name]:
+            told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                    for key, value in found.items() if value not in ("", None))  # fmt: skip
+            lines.append(f"{name}: {', '.join(told)}")
+    return lines
 
 
 def _planned(

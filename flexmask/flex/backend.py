@@ -112,6 +112,10 @@ def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int,
     reasons = []
     if device.type != "cuda":
         reasons.append(f"it needs a CUDA device (got {device.type})")
+    elif capability == 12:
+        reasons.append(
+            'flash-attn-4 refuses block sparsity on compute capability 12 (4.0.0b36: "Block sparsity not supported on SM 12.0")'
+        )
     elif capability != _HOPPER and capability not in _BLACKWELL:
         reasons.append(f"it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 (got {capability})")
     if call.dtype == torch.float32:

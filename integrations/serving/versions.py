@@ -1,11 +1,20 @@
-"""Checks an engine's release and interfaces at start-up."""
+"""Which releases of the engines are served, and the check of release and interfaces at start-up.
+
+The newest two minor releases of each engine are served, tested and timed. A newer one is served with a warning if its interfaces
+fit. An older one is refused; the message names the last release of flexmask that served it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+SERVED = {"vLLM": ((0, 32), (0, 33)), "SGLang": ((0, 5, 22), (0, 5, 23))}
+"""What was run where: docs/serving.md"""
+# by engine and release: the last release of flexmask that served it. None has been dropped since the first
+LAST_SERVED_BY: dict[tuple[str, tuple[int, ...]], str] = {}
 
 
 def release_of(version: str, length: int) -> tuple[int, ...]:
@@ -14,21 +23,32 @@ def release_of(version: str, length: int) -> tuple[int, ...]:
     return tuple(numbers + [0] * (length - len(numbers)))
 
 
-def check_release(engine: str, version: str, run: Collection[tuple[int, ...]], faults: list[str]) -> str | None:
-    """Raise ImportError for `faults` in interfaces and for releases older than those in `run`; return a warning for newer."""
-    release = release_of(version, len(max(run)))
-    releases = ", ".join(".".join(map(str, known)) for known in sorted(run))
-    start = f"flexmask was run with {engine} {releases}; got {version}"
-    if release not in run and release < max(run):
-        raise ImportError(f"{start}, which it was not run with")
+def refuse_older(engine: str, version: str) -> None:
+    """Raise ImportError for a release older than those in `SERVED`, of whose interfaces nothing is known."""
+    oldest = SERVED[engine][0]
+    release = release_of(version, len(oldest))
+    if release < oldest:
+        last = LAST_SERVED_BY.get((engine, release))
+        by = f"flexmask {last} served last" if last else "no release of flexmask has served"
+        raise ImportError(f"{_served(engine, version)}, which {by}")
+
+
+def check_interfaces(engine: str, version: str, faults: list[str]) -> str | None:
+    """Raise ImportError for `faults` in an engine's interfaces; return a warning for a release newer than those in `SERVED`."""
     if faults:
-        raise ImportError(f"{start}, whose interfaces are others: {'; '.join(faults)}")
-    if release in run:
+        raise ImportError(f"{_served(engine, version)}, whose interfaces are others: {'; '.join(faults)}")
+    newest = SERVED[engine][-1]
+    if release_of(version, len(newest)) <= newest:
         return None
     return (
-        f"{start}, which it was not run with. Its interfaces fit: it is served. "
+        f"{_served(engine, version)}, which it was not run with. Its interfaces fit: it is served. "
         "Compare answers at gamma 1 with a server without flexmask"
     )
+
+
+def _served(engine: str, version: str) -> str:
+    releases = " and ".join(".".join(map(str, release)) for release in SERVED[engine])
+    return f"flexmask serves {engine} {releases}; got {version}"
 
 
 def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, ...] | set[str]]) -> list[str]:

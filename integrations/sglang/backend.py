@@ -1,8 +1,8 @@
-"""SGLang's attention backend "flexmask", a stock backend whose long prompts run sparse, and its registration.
+"""SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse.
 
-The entry point ``sglang.srt.plugins: flexmask`` is `register`. `make_backend` makes an `SGLangEngine` (engine.py), which plans
-each step; `SparsePrefill.forward_extend` passes its long prompts to `Engine.attend` (serving/engine.py). SGLang's tokenizer
-process reads the options of single requests, in ``custom_params``; `tell_requests` tells the scheduler's.
+`make_backend` makes an `SGLangEngine` (engine.py), which plans each step; `SparsePrefill.forward_extend` passes its long prompts
+to `Engine.attend` (serving/engine.py). SGLang's tokenizer process reads the options of single requests, in ``custom_params``
+(registration.py); `tell_requests` tells the scheduler's.
 """
 
 from __future__ import annotations
@@ -16,61 +16,30 @@ from torch import Tensor
 
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
-from flexmask.integrations.serving.options import prefix_key, request_options
-from flexmask.integrations.serving.versions import check_release
+from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
-from flexmask.integrations.sglang.options import KERNELS, KERNELS_RUN, NAME, backends_of, resolved, serving_options, stock_kernel
+from flexmask.integrations.sglang.options import KERNELS_RUN, serving_options, stock_kernel
+from flexmask.integrations.sglang.registration import backends_of, resolved
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
-from flexmask.integrations.sglang.versions import RUN, interface_faults
+from flexmask.integrations.sglang.versions import interface_faults
 
 _log = logging.getLogger("sglang.flexmask")
-
-
-def register() -> None:
-    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in each of SGLang's processes, of whatever release."""
-    from sglang.srt import server_args
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
-        server_args.add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(make_backend)
-    read_requests()
-
-
-def read_requests() -> None:
-    """Make SGLang refuse wrong options of a request, and keep cached prefixes of different options apart."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", _read)
-
-
-def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
-    """Called after a request is made; ValueError is its answer."""
-    params, key = tokenized.sampling_params, getattr(tokenized, "extra_key", None)
-    given, server = getattr(params, "custom_params", None), resolved(manager.server_args)
-    if not (given or key) or backends_of(server)[0] != NAME:
-        return
-    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config), server.tp_size)
-    if requested is not None:
-        if not hasattr(tokenized, "extra_key"):
-            raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")
-        params.custom_params = requested.noted(given)
-    if hasattr(tokenized, "extra_key"):
-        tokenized.extra_key = prefix_key(key, requested)
 
 
 def make_backend(runner: Any) -> Any:
     """Make the backend of one of SGLang's ModelRunners; a draft model gets the stock backend.
 
-    Raises ImportError for a release with other interfaces or older than those that were run, TypeError or ValueError for wrong
+    Raises ImportError for a release with other interfaces or older than those that are served, TypeError or ValueError for wrong
     options, and for servers and models that are not served.
     """
     import sglang
+
+    refuse_older("SGLang", sglang.__version__)
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     server, model = resolved(runner.server_args), runner.model_config
-    options = serving_options(stock_kernel(server, str(runner.device)), model.hf_config)
+    options = serving_options(stock_kernel(backends_of(server)[1], str(runner.device)), model.hf_config)
     make_stock = ATTENTION_BACKENDS[options.kernel]
     if runner.is_draft_worker:
         return make_stock(runner)
@@ -78,7 +47,7 @@ def make_backend(runner: Any) -> Any:
     refuse_model(runner.model, model.is_multimodal)
     options.settings.check_model(model.hf_text_config)
     others = make_stock(runner)
-    warning = check_release("SGLang", sglang.__version__, RUN, interface_faults(type(others)))
+    warning = check_interfaces("SGLang", sglang.__version__, interface_faults(type(others)))
     if warning is not None:
         _log.warning("%s", warning)
     if options.kernel not in KERNELS_RUN:

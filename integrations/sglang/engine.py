@@ -14,7 +14,7 @@ from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
-from flexmask.integrations.sglang.options import NAME, backends_of
+from flexmask.integrations.sglang.registration import NAME, backends_of
 from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
 
 _log = logging.getLogger("sglang.flexmask")
@@ -72,8 +72,8 @@ class SGLangEngine(Engine):
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
         self.planned: StepPlan | None = None  # of a step that is counted: dummy ones, before the first request, are not
-        # of newer releases: it makes the plan of a batch's slots, which stock kernels read
-        self._translator = getattr(runner, "kv_index_translator", None)
+        # it makes the plan of a batch's slots, which stock kernels read
+        self._translator = runner.kv_index_translator
         self._is_first = rank == 0
         self._held: torch.Tensor | None = None
         for layer in runner.model.modules():
@@ -116,7 +116,7 @@ class SGLangEngine(Engine):
         if not plan.sparse:
             return None
         step = step_of(forward_batch, plan, lengths, self.req_to_token)
-        if self._translator is not None and step.stock_batch is not None:
+        if step.stock_batch is not None:
             self._translator.own_plan(step.stock_batch).bind(step.stock_batch, self._translator)
         return step
 

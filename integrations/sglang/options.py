@@ -9,34 +9,14 @@ from typing import Any
 from flexmask.integrations.serving.options import ServingOptions, read_options
 from flexmask.json_settings import json_data
 
-NAME = "flexmask"  # the backend's name in SGLang's arguments
 VARIABLE = "FLEXMASK_SGLANG"
 KERNELS = ("fa3", "flashinfer", "triton", "torch_native")  # SGLang's backends that may serve everything else
 KERNELS_RUN = ("fa3", "triton", "torch_native")
-"""The backends that the plug-in was run with: the first two on one H200, the last on CPUs"""
+"""The backends that the plug-in was run with: the first two on GPUs, the last on CPUs"""
 
 
-def resolved(server_args: Any) -> Any:
-    """The server's arguments with what SGLang derives from them: in newer releases a view beside the record that users fill."""
-    if hasattr(server_args, "get_attention_backends"):
-        return server_args
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    return resolved_view(server_args)
-
-
-def backends_of(server_args: Any) -> tuple[str, str]:
-    """Names of the backends for prompts and for decoding, of `resolved` arguments."""
-    if hasattr(server_args, "get_attention_backends"):
-        return server_args.get_attention_backends()
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    return attention_backends_of(server_args)
-
-
-def stock_kernel(server_args: Any, device: str) -> str:
+def stock_kernel(decoding: str, device: str) -> str:
     """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
-    decoding = backends_of(server_args)[1]
     if decoding in KERNELS:
         return decoding
     return "torch_native" if device == "cpu" else "triton"

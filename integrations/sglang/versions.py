@@ -1,4 +1,4 @@
-"""The releases of SGLang that were run, and the interfaces that the plug-in needs."""
+"""The interfaces of SGLang that the plug-in needs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
-RUN = ((0, 5, 16), (0, 5, 23))
-"""Where: docs/serving.md"""
 # arguments of a layer that say whether it is served; another one may change attention
 _LAYER_ARGUMENTS = {
     "num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "logit_cap", "v_head_dim", "sliding_window_size",
     "is_cross_attention", "pos_encoding_mode", "logit_capping_method", "quant_config", "attn_type", "use_irope", "prefix",
+    "use_prefill_attention_wrapper",
 }  # fmt: skip
-# of newer releases: who allocates the output
-_MORE_LAYER_ARGUMENTS = {"use_prefill_attention_wrapper"}
 # as `faults_in` takes them: what the plug-in overrides, calls and reads
 _WANTED: dict[str, tuple[str | None, ...] | set[str]] = {
     "backend.__init__": (None,),
@@ -52,7 +49,7 @@ def interface_faults(stock: Any) -> list[str]:
     found = {x.__name__: x for x in (ForwardBatch, ForwardMode, ServerArgs)}
     found |= {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager}
     faults = faults_in({**found, "pool": MHATokenToKVPool, "mixture": HybridLinearKVPool}, _WANTED)
-    arguments = set(inspect.signature(RadixAttention).parameters) - _MORE_LAYER_ARGUMENTS
+    arguments = set(inspect.signature(RadixAttention).parameters)
     if arguments != _LAYER_ARGUMENTS:
         faults.append(f"RadixAttention must take {', '.join(sorted(_LAYER_ARGUMENTS))}; got {', '.join(sorted(arguments))}")
     return faults

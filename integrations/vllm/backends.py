@@ -7,10 +7,12 @@ import importlib
 import logging
 from typing import Any
 
-from flexmask.integrations.serving.versions import check_release
+import vllm
+
+from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.vllm.pages import ReadsCPUCache
 from flexmask.integrations.vllm.registration import wrap_once
-from flexmask.integrations.vllm.versions import RUN, interface_faults
+from flexmask.integrations.vllm.versions import interface_faults
 
 _log = logging.getLogger("vllm.flexmask")
 # by our name: the stock backend's module, class and kernel
@@ -26,38 +28,36 @@ _KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # in our names
 
 
 def __getattr__(name: str) -> Any:
-    if name in _STOCK:
-        return _backend(name)
-    if name != "Custom":
+    if name not in (*_STOCK, "Custom"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        refuse_older("vLLM", vllm.__version__)
+        return _backend(_of_the_model() if name == "Custom" else name)
+    except ImportError as error:
+        # vLLM drops the message of a backend's ImportError
+        _log.error("%s", error)
+        raise
+
+
+def _of_the_model() -> str:
+    """The name in `_STOCK` for the model's attention and the kernel of the options."""
     from vllm.config import get_current_vllm_config_or_none
 
     from flexmask.integrations.vllm.engine import engine_of
 
     config = get_current_vllm_config_or_none()
     if config is None:
-        return _backend("SparseFlashAttention")
-    return _backend(f"Sparse{_KINDS[engine_of(config).options.kernel]}{'Latent' if config.model_config.use_mla else ''}Attention")
-
-
-def _check(stock: Any) -> None:
-    import vllm
-
-    try:
-        warning = check_release("vLLM", vllm.__version__, RUN, interface_faults(stock))
-    except ImportError as error:
-        # vLLM drops the message of a backend's ImportError
-        _log.error("%s", error)
-        raise
-    if warning is not None:
-        _log.warning("%s", warning)
+        return "SparseFlashAttention"
+    return f"Sparse{_KINDS[engine_of(config).options.kernel]}{'Latent' if config.model_config.use_mla else ''}Attention"
 
 
 @functools.cache
 def _backend(name: str) -> type:
     module, stock_name, kernel = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
-    _check(stock)
+    warning = check_interfaces("vLLM", vllm.__version__, interface_faults(stock))
+    if warning is not None:
+        _log.warning("%s", warning)
 
     from flexmask.integrations.vllm.builder import SparseLatentBuilder, SparsePrefillBuilder
     from flexmask.integrations.vllm.impl import SparseLatentImpl, SparsePrefillImpl

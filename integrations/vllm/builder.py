@@ -10,9 +10,8 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.plan import StepPlan
-from flexmask.integrations.vllm.engine import engine_of
+from flexmask.integrations.vllm.engine import engine_of, tell_requests
 from flexmask.integrations.vllm.pages import PageTable
-from flexmask.integrations.vllm.registration import tell_requests
 
 
 class Step(NamedTuple):

@@ -13,16 +13,16 @@ import torch
 
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions, read_options
+from flexmask.integrations.serving.options import RequestOptions, noted_options
+from flexmask.integrations.serving.versions import faults_in
+from flexmask.integrations.vllm.options import serving_options
 from flexmask.integrations.vllm.pages import FP8_CACHES
+from flexmask.integrations.vllm.registration import wrap_once
 
 # vLLM shows only loggers below its own
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
-KEY = "flexmask"
-CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
-KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that is not sparse; the first is the default
 # served arguments of an attention implementation
 ARGUMENTS = {
     "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap",
@@ -42,7 +42,7 @@ class VLLMEngine(Engine):
         model = vllm_config.model_config
         parallel = vllm_config.parallel_config
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            size = getattr(parallel, name, 1)
+            size = getattr(parallel, name)
             if size > 1:
                 raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
         if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
@@ -75,7 +75,7 @@ class VLLMEngine(Engine):
         # a model's own draft layers continue its numbers
         if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
             return DRAFT
-        if getattr(target, "rswa_window", None) is not None:
+        if target.rswa_window is not None:
             return "a window that leaves the prompt visible"
         reason = layer_reason(given, self.dtype)
         if reason is not None or number is None:
@@ -127,7 +127,7 @@ class VLLMEngine(Engine):
         return int(bare.reorder_batch_threshold) + 1
 
     def calling_layers(self) -> tuple[type, ...]:
-        """Types of layers that call their implementation; those of a model's own file (Kimi Linear since 0.29) may not."""
+        """Types of layers that call their implementation; those of a model's own file (Kimi Linear) may not."""
         from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         return Attention, MLAAttention
@@ -196,7 +196,31 @@ def made_engine(vllm_config: Any) -> VLLMEngine | None:
     return _LATEST[0] if _LATEST and _LATEST[0].layers is layers else None
 
 
-def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
-    """`read_options` of ``additional_config["flexmask"]``; an additional_config that is not a dict has none."""
-    given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-    return read_options(given, f"additional_config[{KEY!r}]", "additional_config", KERNELS, KERNELS[0], model_config)
+def tell_requests(vllm_config: Any) -> None:
+    """Make vLLM's model runner set `VLLMEngine.requested` before each step; ImportError if it has other functions than these."""
+    if vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu import model_runner
+
+        name = "prepare_inputs"
+    else:
+        from vllm.v1.worker import gpu_model_runner as model_runner
+
+        name = "_update_states"
+    runner: Any = model_runner.GPUModelRunner
+    faults = faults_in({"GPUModelRunner": runner}, {f"GPUModelRunner.{name}": ("scheduler_output",)})
+    if faults:
+        raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
+
+    def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        batch = stock(runner, scheduler_output, *arguments, **options)
+        engine = made_engine(runner.vllm_config)
+        if engine is not None:
+            requests = scheduler_output.scheduled_new_reqs
+            new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
+            if name == "prepare_inputs":
+                engine.choose(new, batch.req_ids, runner.req_states.req_id_to_index)
+            else:
+                engine.choose(new, runner.input_batch.req_ids, runner.requests)
+        return batch
+
+    wrap_once(runner, name, prepare)

@@ -1,6 +1,7 @@
 """The entry point ``vllm.general_plugins: flexmask``: it registers the names in `backends`, and reads the options of requests.
 
-vLLM's front end reads the options of single requests, and its model runner tells them to the engine.
+vLLM loads it in each of its processes wherever flexmask is installed. So it imports nothing else of flexmask before our backend
+is chosen.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flexmask.integrations.serving.options import RequestOptions, noted_options, prefix_key, request_options
-from flexmask.integrations.serving.versions import faults_in
-from flexmask.integrations.vllm.engine import CPU_VARIABLE, made_engine, serving_options
+if TYPE_CHECKING:
+    from flexmask.integrations.serving.options import RequestOptions
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
+CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
 _log = logging.getLogger("vllm.flexmask")
 
 
@@ -34,9 +35,7 @@ def register() -> None:
         register_backend(custom, path)
     if os.environ.get(CPU_VARIABLE) == "1":
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.SparseCPUAttention")
-        # since 0.27
-        if "CPU_MLA" in AttentionBackendEnum.__members__:
-            register_backend(AttentionBackendEnum.CPU_MLA, f"{_BACKENDS}.SparseCPULatentAttention")
+        register_backend(AttentionBackendEnum.CPU_MLA, f"{_BACKENDS}.SparseCPULatentAttention")
     read_requests()
 
 
@@ -66,6 +65,8 @@ def read_requests() -> None:
         params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
         if getattr(config.attention_config.backend, "name", None) != "CUSTOM" and os.environ.get(CPU_VARIABLE) != "1":
             return request
+        from flexmask.integrations.serving.options import prefix_key
+
         given = getattr(params, "extra_args", None)
         requested = _options_of(given, config)
         if requested is not None:
@@ -79,6 +80,9 @@ def read_requests() -> None:
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
     from vllm.exceptions import VLLMValidationError
 
+    from flexmask.integrations.serving.options import request_options
+    from flexmask.integrations.vllm.options import serving_options
+
     server = functools.partial(serving_options, vllm_config.additional_config, vllm_config.model_config.hf_config)
     try:
         requested = request_options(given, server, vllm_config.parallel_config.tensor_parallel_size)
@@ -87,33 +91,3 @@ def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
     if requested is not None and vllm_config.parallel_config.use_ubatching:
         raise VLLMValidationError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
     return requested
-
-
-def tell_requests(vllm_config: Any) -> None:
-    """Make vLLM's model runner set `VLLMEngine.requested` before each step; ImportError if it has other functions than these."""
-    if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu import model_runner
-
-        name = "prepare_inputs"
-    else:
-        from vllm.v1.worker import gpu_model_runner as model_runner
-
-        name = "_update_states"
-    runner: Any = model_runner.GPUModelRunner
-    faults = faults_in({"GPUModelRunner": runner}, {f"GPUModelRunner.{name}": ("scheduler_output",)})
-    if faults:
-        raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
-
-    def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
-        batch = stock(runner, scheduler_output, *arguments, **options)
-        engine = made_engine(runner.vllm_config)
-        if engine is not None:
-            requests = scheduler_output.scheduled_new_reqs
-            new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
-            if name == "prepare_inputs":
-                engine.choose(new, batch.req_ids, runner.req_states.req_id_to_index)
-            else:
-                engine.choose(new, runner.input_batch.req_ids, runner.requests)
-        return batch
-
-    wrap_once(runner, name, prepare)

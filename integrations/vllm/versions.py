@@ -1,4 +1,4 @@
-"""The releases of vLLM that were run, and the interfaces that the plug-in needs."""
+"""The interfaces of vLLM that the plug-in needs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from flexmask.integrations.serving.versions import faults_in, names_in
 from flexmask.integrations.vllm.engine import ARGUMENTS, LATENT_ARGUMENTS
 
-RUN = ((0, 26), (0, 29), (0, 32), (0, 33))
-"""Where: docs/serving.md"""
 # as `faults_in` takes them: what the plug-in overrides, calls and reads
 _EVERY: dict[str, tuple[str, ...] | set[str]] = {
     "builder.__init__": ("kv_cache_spec", "layer_names", "vllm_config", "device"),
@@ -61,15 +59,13 @@ def _arguments(impl: type) -> set[str]:
     return {name for init in made[:number] for name in inspect.signature(init).parameters}
 
 
-def _shape_of_cache(stock: Any, is_latent: bool) -> tuple[int, ...]:
+def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
     """Of 3 pages of 16 tokens, with 2 key heads of 64 or latent rows of 576; () if vLLM does not say."""
-    heads, width = (1, 576) if is_latent else (2, 64)
-    if hasattr(stock, "get_kv_cache_shape"):  # until 0.28
-        return tuple(stock.get_kv_cache_shape(3, 16, heads, width))
     from vllm.v1 import kv_cache_interface as caches
 
     if not hasattr(caches, "compute_layer_kv_cache_shape_bytes"):
         return ()
+    heads, width = (1, 576) if is_latent else (2, 64)
     kind = caches.MLAAttentionSpec if is_latent else caches.FullAttentionSpec
     # in bytes
     spec = kind(block_size=16, num_kv_heads=heads, head_size=width, dtype=torch.int8)
@@ -90,7 +86,7 @@ def interface_faults(stock: Any) -> list[str]:
     found |= {"builder": builder, "impl": impl, "the implementation": impl, "": ubatch_utils}
     found["the implementation's arguments"] = _arguments(impl)
     # pages, key heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
-    wanted, shape = (3, 16, 576) if is_latent else (3, 2, 16, 128), _shape_of_cache(stock, is_latent)
+    wanted, shape = (3, 16, 576) if is_latent else (3, 2, 16, 128), _shape_of_cache(is_latent)
     faults = [] if shape == wanted else [f"the cache must have the shape {wanted}; got {shape}"]
     if is_latent:
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonMetadata

@@ -52,12 +52,40 @@ def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attenti
 
 
 @pytest.mark.parametrize(
-    ("difference", "skipped", "passed"),
-    [(1e-5, 0.5, True), (1e-5, 1e-5, False), (float("nan"), 0.5, False), (1e-5, float("nan"), False), (None, None, False)],
-)
-def test_a_case_that_skips_nothing_or_is_no_number_is_not_passed(difference, skipped, passed):
-    case = self_test.SelfTest("hybrid", "auto", "float32", 1.0, difference, skipped, 1e-4, 0.1)
+    ("difference", "skipped", "others", "passed"),
+    [
+        (1e-5, 0.5, 0.0, True), (1e-5, 1e-5, 0.0, False), (float("nan"), 0.5, 0.0, False), (1e-5, float("nan"), 0.0, False),
+        (None, None, None, False), (1e-5, 0.5, 0.02, False),
+    ],
+)  # fmt: skip
+def test_a_case_that_skips_nothing_or_is_no_number_or_has_another_mask_is_not_passed(difference, skipped, others, passed):
+    case = self_test.SelfTest("hybrid", "auto", "float32", 1.0, difference, skipped, others, 1e-4, 0.1)
     assert case.passed is passed
+    # rounded scores move blocks
+    assert case._replace(dtype="bfloat16").passed is (passed or others == 0.02)
+
+
+def test_a_mask_with_other_blocks_fails_the_self_test(flexmask, monkeypatch):
+    made, calls = self_test.hybrid_mask, iter([{}, {"gamma": 0.9}])
+    wrong = lambda *inputs, **options: made(*inputs, **{**options, **next(calls)})  # noqa: E731
+    monkeypatch.setattr(self_test, "sparse_attention", dense)
+    monkeypatch.setitem(self_test.METHODS, "hybrid", (wrong, 0.6))
+    first, second = flexmask("doctor", "--device", "cpu", "--json", code=commands.PROBLEM).json["self_test"]
+    assert first["other_blocks"] > 0.02 and second["other_blocks"] == 0
+
+
+@pytest.mark.parametrize("attention", [dense, raises])
+def test_the_self_test_ends_with_times_and_a_block_for_an_issue(flexmask, monkeypatch, attention):
+    attends = attention if attention is raises else lambda *inputs, dense_below=0, **options: dense(*inputs, None)
+    monkeypatch.setattr(self_test, "sparse_attention", attends)
+    monkeypatch.setattr(self_test, "_TIMED", {"cpu": [(640, 4, 2, 16)]})
+    result = flexmask("doctor", "--device", "cpu", "--self-test", code=commands.PROBLEM)
+    block = result.stdout.rpartition("```\n")[0].rpartition("```\n")[2].splitlines()
+    assert "threads" in block[0] and "torch 2" in block[1]
+    timed = next(line for line in block if line.startswith("times: tokens 640, heads 4 and 2, 16 wide, dtype float32"))
+    assert "error RuntimeError: no compiler" in timed if attention is raises else re.search(r"dense \S+, sparse \d", timed)
+    assert len([line for line in block if line.startswith("self_test: method ")]) == 2
+    assert "paste" not in flexmask("doctor", "--device", "cpu", code=commands.PROBLEM).stdout
 
 
 @pytest.mark.parametrize(

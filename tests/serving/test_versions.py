@@ -1,15 +1,13 @@
 """The gate of releases of both engines, the releases that the extras install, and the environments of their tests."""
 
 import dataclasses
+import re
 
 import pytest
 
-from flexmask.integrations.serving.versions import check_release, faults_in, release_of
-from flexmask.integrations.sglang.versions import RUN as SGLANG
-from flexmask.integrations.vllm.versions import RUN as VLLM
-from tests.repository import ROOT
-
-RUN = {"vLLM": VLLM, "SGLang": SGLANG}
+from flexmask.integrations.serving import versions
+from flexmask.integrations.serving.versions import SERVED, check_interfaces, faults_in, refuse_older, release_of
+from tests.repository import ROOT, python
 
 
 def test_numbers_of_a_version():
@@ -17,18 +15,31 @@ def test_numbers_of_a_version():
     assert release_of("0.6", 3) == (0, 6, 0)
 
 
-@pytest.mark.parametrize(("engine", "older", "newer"), [("vLLM", "0.31.0", "1.0.0"), ("SGLang", "0.5.18", "0.9.1")])
-def test_releases_that_were_run_are_served_and_newer_ones_with_a_warning_if_their_interfaces_fit(engine, older, newer):
-    were_run = [".".join(map(str, release)) for release in RUN[engine]]
-    for patch in ("", ".1rc2+cpu"):
-        assert {check_release(engine, version + patch, RUN[engine], []) for version in were_run} == {None}
-        warning = check_release(engine, newer + patch, RUN[engine], [])
-        assert f"got {newer}{patch}, which it was not run with. Its interfaces fit" in warning
-    for version in (*were_run, newer):
-        with pytest.raises(ImportError, match=f"got {version}, whose interfaces are others: one; two"):
-            check_release(engine, version, RUN[engine], ["one", "two"])
-    with pytest.raises(ImportError, match=rf"flexmask was run with {engine} 0\..*; got {older}, which it was not run with"):
-        check_release(engine, older, RUN[engine], [])
+def test_two_neighbouring_minor_releases_of_each_engine_are_served():
+    for older, newer in SERVED.values():
+        assert newer == (*older[:-1], older[-1] + 1)
+
+
+@pytest.mark.parametrize(("engine", "older", "newer"), [("vLLM", "0.31.2", "1.0.0"), ("SGLang", "0.5.21.post1", "0.9.1")])
+def test_older_releases_are_refused_and_newer_ones_served_with_a_warning_if_their_interfaces_fit(
+    engine, older, newer, monkeypatch
+):
+    served = [".".join(map(str, release)) for release in SERVED[engine]]
+    start = f"flexmask serves {engine} {served[0]} and {served[1]}; got "
+    for version in (*served, *(f"{each}.1rc2+cpu" for each in served)):
+        refuse_older(engine, version)
+        assert check_interfaces(engine, version, []) is None
+    refuse_older(engine, newer)
+    assert check_interfaces(engine, newer, []).startswith(f"{start}{newer}, which it was not run with. Its interfaces fit")
+    for version in (*served, newer):
+        with pytest.raises(ImportError, match=f"{start}{version}, whose interfaces are others: one; two"):
+            check_interfaces(engine, version, ["one", "two"])
+    with pytest.raises(ImportError, match=f"{start}{older}, which no release of flexmask has served"):
+        refuse_older(engine, older)
+    release = release_of(older, len(SERVED[engine][0]))
+    monkeypatch.setitem(versions.LAST_SERVED_BY, (engine, release), "0.1.4")
+    with pytest.raises(ImportError, match=f"{start}{older}, which flexmask 0.1.4 served last"):
+        refuse_older(engine, older)
 
 
 class Has:
@@ -70,30 +81,34 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-# the releases of either engine that the gate is asked for, up to the one after the last that was run
-@pytest.mark.parametrize(
-    ("engine", "versions", "too_new"),
-    [
-        ("vLLM", [f"0.{minor}.{patch}" for minor in range(20, max(VLLM)[1] + 2) for patch in (0, 2)], f"0.{max(VLLM)[1] + 2}.0"),
-        ("SGLang", [f"0.5.{patch}" for patch in range(8, max(SGLANG)[2] + 2)], f"0.5.{max(SGLANG)[2] + 2}"),
-    ],
-)
-def test_an_extra_installs_the_releases_that_are_served(engine, versions, too_new, project):
+@pytest.mark.parametrize("engine", SERVED)
+def test_an_extra_asks_for_no_older_release_and_pins_nothing(engine, project):
     requirements = pytest.importorskip("packaging.requirements")
     (written,) = project["optional-dependencies"][engine.lower()]
-    specifier = requirements.Requirement(written).specifier
-    assert not specifier.contains(too_new)
-    for version in versions:
-        try:
-            check_release(engine, version, RUN[engine], [])
-        except ImportError:
-            assert not specifier.contains(version)
-        else:
-            assert specifier.contains(version)
+    oldest = ".".join(map(str, SERVED[engine][0]))
+    assert requirements.Requirement(written) == requirements.Requirement(f"{engine.lower()}>={oldest}")
 
 
-@pytest.mark.parametrize(
-    ("group", "file"), [("vllm.general_plugins", "vllm.registration"), ("sglang.srt.plugins", "sglang.backend")]
-)
-def test_entry_points_name_the_registration(group, file, project):
-    assert project["entry-points"][group] == {"flexmask": f"flexmask.integrations.{file}:register"}
+def test_files_name_the_releases_that_are_served():
+    """The workflow runs them, the environments of tests are of the newest or of the one before, and one table has them."""
+    workflow, table = ((ROOT / name).read_text() for name in (".github/workflows/engines.yml", "docs/versions.md"))
+    for engine, served in SERVED.items():
+        name = engine.lower()
+        found = re.findall(rf"engine: {name},.*release: ([\d.]+)", workflow)
+        assert {release_of(each, len(served[0])) for each in found} == set(served)
+        environment = "".join((ROOT / f"tests/{name}" / file).read_text() for file in ("requirements.txt", "environment.sh"))
+        pinned = re.search(rf"\b{name}(?:-cpu)?==(?:\${{3:-)?([\d.]+)", environment)
+        assert release_of(pinned[1], len(served[0])) in served
+        row = re.search(rf"^\| {engine} \|.*$", table, re.M)[0]
+        assert " and ".join(".".join(map(str, release)) for release in served) in row
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_entry_point_loads_nothing_else_of_flexmask(engine, project):
+    """Every process of an engine loads it, wherever flexmask is installed."""
+    group = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}[engine]
+    module = f"flexmask.integrations.{engine}.registration"
+    assert project["entry-points"][group] == {"flexmask": f"{module}:register"}
+    loaded = python("-c", f"import sys, {module}; print(*(x for x in sys.modules if x[:5] in ('flexm', 'torch')))").split()
+    packages = ("flexmask", "flexmask.integrations", f"flexmask.integrations.{engine}")
+    assert sorted(loaded) == sorted([*packages, module])

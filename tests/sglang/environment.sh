@@ -1,14 +1,14 @@
 #!/bin/sh
 # Makes the environment that `make test-sglang` runs in: tests/sglang/environment.sh FOLDER [PYTHON [RELEASE]]
 # SGLang's wheel asks for CUDA builds and kernels, 10 GB in all; this installs it without them: about 4 minutes and 2 GB. RELEASE
-# is one of sglang, in the place of 0.5.16.
+# is one of sglang, in the place of 0.5.23.
 set -eu
 folder=$1
 tests=$(dirname "$0")
 [ -x "$folder/bin/python" ] || "${2:-python3}" -m venv "$folder"
 pip() { "$folder/bin/python" -m pip install --disable-pip-version-check "$@"; }
 pip -r "$tests/requirements.txt"
-pip --no-deps "sglang==${3:-0.5.16}" torchvision==0.28.0
+pip --no-deps "sglang==${3:-0.5.23}" torchvision==0.28.0
 # a torchvision whose operators are for another build of torch cannot be imported; SGLang and transformers call none of them
 "$folder/bin/python" -c "import torchvision" 2> /dev/null ||
     : > "$("$folder/bin/python" -c "import importlib.util as u; print(u.find_spec('torchvision').submodule_search_locations[0])")/_meta_registrations.py"

@@ -33,6 +33,8 @@ class Served:
         self.runner = SimpleNamespace(
             device="cpu", dtype=torch.float32, model=self.model, token_to_kv_pool=self.pool, req_to_token_pool=self.requests
         )
+        # of slots, which kernels on CPUs do not read
+        self.runner.kv_index_translator = Mock()
         self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
             self.engine = SGLangEngine(self.runner, ServingOptions(settings, kernel))

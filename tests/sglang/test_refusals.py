@@ -4,6 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+
+import sglang
+
 from flexmask.integrations.serving import versions
 from flexmask.integrations.sglang.backend import largest_call, make_backend
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED, refuse_model, refuse_server
@@ -13,7 +17,7 @@ from flexmask.integrations.sglang.versions import interface_faults
 
 def server(prefill="flexmask", decode="fa3", **others):
     given = {**dict.fromkeys(REFUSED, False), **dict.fromkeys(MUST_BE_ONE, 1), **others}
-    return SimpleNamespace(get_attention_backends=lambda: (prefill, decode), **given)
+    return SimpleNamespace(prefill_attention_backend=prefill, decode_attention_backend=decode, **given)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +40,7 @@ def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
 
 def test_a_model_whose_images_see_later_tokens_is_refused(monkeypatch):
     """Only SGLang's Triton backend shows Gemma 3's images later tokens."""
-    models = pytest.importorskip("sglang.srt.models.gemma3_mm", reason="`make test-sglang` has it in an environment of its own")
+    models = pytest.importorskip("sglang.srt.models.gemma3_mm")
     model = models.Gemma3ForConditionalGeneration.__new__(models.Gemma3ForConditionalGeneration)
     refuse_model(model, is_multimodal=False)
     refuse_model(object(), is_multimodal=True)
@@ -47,10 +51,16 @@ def test_a_model_whose_images_see_later_tokens_is_refused(monkeypatch):
         make_backend(runner)
 
 
+def test_an_older_release_is_refused_before_anything_of_it_is_read(monkeypatch):
+    monkeypatch.setattr(sglang, "__version__", "0.5.21")
+    with pytest.raises(ImportError, match=r"got 0\.5\.21, which no release of flexmask has served"):
+        make_backend(None)
+
+
 def test_the_kernel_for_everything_else_is_that_of_decoding():
-    assert stock_kernel(server(decode="fa3"), "cuda") == "fa3"
-    assert stock_kernel(server(decode="trtllm_mha"), "cuda") == "triton"
-    assert stock_kernel(server(decode="intel_amx"), "cpu") == "torch_native"
+    assert stock_kernel("fa3", "cuda") == "fa3"
+    assert stock_kernel("trtllm_mha", "cuda") == "triton"
+    assert stock_kernel("intel_amx", "cpu") == "torch_native"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,6 @@ def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, tokens,
 
 
 def test_the_installed_one_fits_and_changes_are_named(monkeypatch):
-    pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
     from sglang.srt.layers import radix_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
+
 from flexmask.integrations.serving.options import RequestOptions, noted_options
-from flexmask.integrations.sglang.backend import _read
 from flexmask.integrations.sglang.options import VARIABLE
+from flexmask.integrations.sglang.registration import _read
 
 
 @pytest.fixture
@@ -16,7 +18,7 @@ def read(monkeypatch):
     def read(custom_params, server="{}", ranks=1, prefill="flexmask", **key):
         monkeypatch.setenv(VARIABLE, server)
         made = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params), **key)
-        args = SimpleNamespace(get_attention_backends=lambda: (prefill, "fa3"), tp_size=ranks)
+        args = SimpleNamespace(prefill_attention_backend=prefill, decode_attention_backend="fa3", tp_size=ranks)
         _read(made, SimpleNamespace(server_args=args, model_config=SimpleNamespace(hf_config=None)))
         return made
 

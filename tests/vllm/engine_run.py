@@ -6,6 +6,7 @@ vLLM reads its environment at import, and an engine lives as long as its process
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,6 +33,11 @@ def main(name: str, *device_and_out: str) -> None:
     common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
     common |= {"max_num_batched_tokens": engine.rows, "num_gpu_blocks_override": PAGES}
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
+    if engine.pages is not None:
+        where = {"shared_storage_path": str(Path(out).with_name(engine.pages))}
+        given["kv_transfer_config"] = {
+            "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": where,
+        }  # fmt: skip
     asked = Asked(LLM(**{**common, **given, **engine.arguments}), engine, device)
     before = counters["stats"]["unique_graphs"]
     results = {each: asked.ask(each) for each in engine.asks}
@@ -105,6 +111,31 @@ class Asked(programs.Asked):
             sampling(tokens, prompt_logprobs=0 if scored else None, extra_args=each) for each in chosen or [None] * len(prompts)
         ]
         return [answer(each) for each in self.llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)]
+
+    def handed(self):
+        """Whole prompts, whose pages another server may have."""
+        return self.generate([prompt(3001), prompt(1700, seed=1)], tokens=6, scored=False)
+
+    def adapted(self):
+        """Prompts under two adapters and under none, in one batch."""
+        from vllm.lora.request import LoRARequest
+
+        self.empty_cache()
+        self.budget(777)
+        folder = Path(tempfile.mkdtemp())
+        given = [None, *(LoRARequest(str(x), x, random_models.adapter(folder / str(x), MODEL, x)) for x in (1, 2))]
+        prompts = [{"prompt_token_ids": prompt(1700, seed=each)} for each in range(3)]
+        found = self.llm.generate(prompts, sampling(4, prompt_logprobs=0), use_tqdm=False, lora_request=given)
+        return [answer(each) for each in found]
+
+    def structured(self):
+        """One of two words."""
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+
+        self.empty_cache()
+        wanted = StructuredOutputsParams(choice=["apples", "birds"])
+        params = SamplingParams(temperature=0, max_tokens=4, logprobs=8, structured_outputs=wanted)
+        return [answer(each) for each in self.llm.generate([{"prompt_token_ids": prompt(1700)}], params, use_tqdm=False)]
 
     def empty_cache(self):
         self.budget(MOST_TOKENS)

@@ -56,11 +56,18 @@ class Engine(NamedTuple):
     kernel: str = "FLASH_ATTN"
     arguments: Mapping[str, Any] = {}
     faults: tuple[str, ...] = ()
+    pages: str | None = None  # a folder of cached pages, beside what engines write
 
 
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
 _FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-# vLLM's own operator for CPUs turns latent queries of several heads wrong (0.29 to 0.32)
+# what a server turns on
+_GUESSED: dict[str, Any] = {
+    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+}
+_ADAPTED: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+WITH = ("adapted", "structured")
+# vLLM's own operator for CPUs turns latent queries of several heads wrong
 _NATIVE_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
@@ -120,6 +127,17 @@ ENGINES = {
         for name, (model, arguments) in MIXTURES.items()
         for suffix, options, faults in (("_stock", None, ()), ("", KEEP_ALL, ("second_page_twice",)), ("_half", HALF, ()))
     },
+    # one server prefills, and a stock one takes its pages and decodes
+    **{
+        f"{kind}_{part}": Engine(options if part == "prefills" else None, ("handed",), pages=kind)
+        for kind, options in (("keep_all", KEEP_ALL), ("sparse", SPARSE))
+        for part in ("prefills", "decodes")
+    },
+    "guessed": Engine(KEEP_ALL, ("odd_chunks", "mixed"), arguments=_GUESSED),
+    "guessed_sparse": Engine(SPARSE, ("odd_chunks",), arguments=_GUESSED),
+    "adapted_stock": Engine(None, WITH, arguments=_ADAPTED),
+    "adapted": Engine(KEEP_ALL, WITH, arguments=_ADAPTED),
+    "adapted_sparse": Engine(SPARSE, WITH, arguments=_ADAPTED),
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),
     "latent_triton": _latent({**KEEP_ALL, "kernel": "TRITON_ATTN"}),

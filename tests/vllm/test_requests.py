@@ -11,7 +11,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from flexmask.integrations.serving.options import RequestOptions
 from flexmask.integrations.vllm import engine as engine_module
-from flexmask.integrations.vllm.registration import read_requests, tell_requests
+from flexmask.integrations.vllm.engine import tell_requests
+from flexmask.integrations.vllm.registration import read_requests
 from tests.vllm.configs import config_of
 
 

@@ -1,0 +1,66 @@
+"""The entry point ``sglang.srt.plugins: flexmask``: it registers the backend "flexmask", and reads the options of requests.
+
+SGLang loads it in each of its processes wherever flexmask is installed. So it imports nothing else of flexmask before our backend
+is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+NAME = "flexmask"  # the backend's in SGLang's arguments
+
+
+def register() -> None:
+    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in each of SGLang's processes, of whatever release."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([NAME])
+    register_attention_backend(NAME)(_make_backend)
+    read_requests()
+
+
+def _make_backend(runner: Any) -> Any:
+    return importlib.import_module("flexmask.integrations.sglang.backend").make_backend(runner)
+
+
+def read_requests() -> None:
+    """Make SGLang refuse wrong options of a request, and keep cached prefixes of different options apart."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", _read)
+
+
+def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
+    """Called after a request is made; ValueError is its answer."""
+    params, key = tokenized.sampling_params, getattr(tokenized, "extra_key", None)
+    given, server = getattr(params, "custom_params", None), resolved(manager.server_args)
+    if not (given or key) or backends_of(server)[0] != NAME:
+        return
+    from flexmask.integrations.serving.options import prefix_key, request_options
+    from flexmask.integrations.sglang.options import KERNELS, serving_options
+
+    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config), server.tp_size)
+    if requested is not None:
+        if not hasattr(tokenized, "extra_key"):
+            raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")
+        params.custom_params = requested.noted(given)
+    if hasattr(tokenized, "extra_key"):
+        tokenized.extra_key = prefix_key(key, requested)
+
+
+def resolved(server_args: Any) -> Any:
+    """The server's arguments with what SGLang derives from them."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    return resolved_view(server_args)
+
+
+def backends_of(server: Any) -> tuple[str, str]:
+    """Names of the backends for prompts and for decoding, of `resolved` arguments."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
+    return attention_backends_of(server)

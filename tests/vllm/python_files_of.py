@@ -1,0 +1,19 @@
+"""Put the Python files of a wheel of vLLM in the place of the installed CPU build's: ``python_files_of.py WHEEL RELEASE``."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+wheel, release = sys.argv[1:]
+(place,) = find_spec("vllm").submodule_search_locations
+installed = Path(place)
+for path in installed.rglob("*.py"):
+    path.unlink()
+with ZipFile(wheel) as archive:
+    named = [name for name in archive.namelist() if name.startswith("vllm/") and not name.endswith(".so")]
+    archive.extractall(installed.parent, named)
+# vLLM takes its platform from the name of its release
+described = installed.parent / f"vllm-{release}+cpu.dist-info"
+described.mkdir(exist_ok=True)
+(described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}+cpu\n", encoding="utf-8")
