@@ -150,8 +150,8 @@ def summary_of(
         patterns = {name: share for name, share in shares.items() if share > 0 and total.heads}
         calls = (total.calls, total.dense_calls, dict(total.reasons))
         lowest = None if least == math.inf else least
-        shown = (density, coverage, patterns, sums.served_densely / heads, lowest, row_coverage)
-        layers.append(LayerSummary(layer, *calls, *shown))
+        share = sums.served_densely / heads
+        layers.append(LayerSummary(layer, *calls, density, coverage, patterns, share, lowest, row_coverage))
     pairs = sum(total.pairs for total in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
     low.sort(key=lambda head: head.held)
