@@ -40,7 +40,7 @@ METHODS = {"hybrid": "hybrid", "flexprefill": "the paper's (flexprefill)", "stre
 # commands to try, each with what it shows
 NEXT = {
     "python -m bench.demo --prompt-tokens 32768 --gamma 0.8": "a longer prompt, and fewer blocks",
-    "python -m flexmask gain PATH_OR_NAME": "what a model of yours would gain on this machine",
+    "python -m flexmask gain PATH_OR_NAME --prompt FILE": "what a model of yours would gain on this machine",
 }
 
 

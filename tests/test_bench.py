@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import flexmask
 import flexmask.block_masks
 from bench import demo
-from bench.fidelity import lengths, retrieval, settings, smollm, texts
+from bench.fidelity import lengths, minference_plan, retrieval, settings, smollm, texts
 from bench.fidelity.settings import Setting
 from bench.fidelity.sparse_model import SparseModel
 from bench.prompts.structured import structured_prompt
@@ -87,6 +87,45 @@ def test_the_model_attends_to_what_the_method_keeps():
     with model.attending(Setting("streaming_llm", {**WINDOW.options, "block_size": 64, "layers": {"1": {"window_blocks": 8}}})):
         model.log_probs(ids)
     assert model.density() == pytest.approx((15 / 36 + 1) / 2)  # the second layer sees everything
+
+
+def heads_of_patterns():
+    """Query and key of four heads, 8,192 tokens: a window with a sink, one far diagonal, columns, blocks of a topic."""
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.arange(8192)[:, None] / 2.0 ** torch.arange(2, 14)
+    near = torch.cat([angles.cos(), angles.sin()], 1)  # products are largest at near positions
+    own = torch.nn.functional.normalize(torch.randn(8192, 24, generator=generator), dim=1)
+    columns = torch.zeros(8192, 24).index_fill(0, torch.randperm(64, generator=generator)[:20] * 128, 1.0)
+    topics = torch.eye(24)[torch.randint(16, (2, 64), generator=generator)].repeat_interleave(128, 1)
+    query = torch.stack([near * 0.25, own[:4096].repeat(2, 1) * 14, torch.ones(8192, 24), topics[0] * 24])
+    key = torch.stack([near, own, columns, topics[1]])
+    # what the means of blocks see of the diagonal's head
+    noise = torch.randn(2, 64, 8, generator=generator).repeat_interleave(128, 1)
+    query, key = (torch.cat([x, torch.zeros(4, 8192, 8)], 2) for x in (query, key))
+    query[1, :, 24:], key[1, :, 24:] = 0.5 * noise
+    query[0, :, 24], key[0, 0, 24] = 1.0, 6.0  # a sink, which they do not see
+    return query[None], key[None]
+
+
+def test_the_search_for_minference_finds_the_pattern_of_a_head():
+    found = minference_plan.patterns_of(*heads_of_patterns(), scale=2.0)
+    assert found == ["A-shape", "vertical-slash (30, 800)", "vertical-slash (3500, 100)", "block-sparse"]
+
+
+def test_a_searched_plan_is_one_of_minference():
+    search, ids = (
+        minference_plan.Search(make_model()),
+        torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(1)),
+    )
+    dense = SparseModel(make_model()).log_probs(ids)
+    torch.testing.assert_close(search.log_probs(ids), dense, atol=1e-5, rtol=0)
+    options = json.loads(json.dumps(search.options()))
+    # short prompts keep every block, and the first pattern wins
+    assert options == {"layers": {"0": {"plan": [[100, 800]] * 4}, "1": {"plan": [[100, 800]] * 4}}}
+    words = ["--out", "x.csv", "--methods", "minference", "--options", json.dumps(options)]
+    (setting,) = settings.chosen(lengths.parse(words))
+    with search.attending(setting):
+        assert search.log_probs(ids).isfinite().all()
 
 
 def test_needles_are_asked_of_the_retriever(tmp_path):

@@ -62,7 +62,7 @@ ALL: dict[str, list[Options]] = {
     "sparge": by("topk", 0.1, 0.2, 0.3, 0.5, similarity_threshold=-0.1),
     "hip": by("topk_blocks", 4, 8, 16, 32),
     "infllm": by("topk_blocks", 8, 16, 32, 64),
-    # plans of nobody's search: the same for every head and model
+    # the same for every head and model; `minference_plan` searches one for a model
     "minference": by("plan", [100, 800], [500, 3000], [1000, 6096]),
     "vertical_slash": by("vertical_size", 1024, slash_size=1024)
     + by("vertical_size", 2048, slash_size=2048)

@@ -139,28 +139,15 @@ def read_text(path: str, output: Output) -> str:
     return text
 
 
-def prompt_ids(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    text: str,
-    most: int | None = None,
-    *,
-    chat: bool = False,
-    new_tokens: int = 0,
-) -> Tensor:
-    """(1, length): the tokens of a text, at most the first `most`; with `chat` as a user's message.
+def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
+    """(1, length): the tokens of a text.
 
-    Refuses, as errors of ``--prompt``, what the model cannot read: one token, tokens that it does not embed, and with
-    `new_tokens` after them more than it has learned positions for.
+    Refuses, as errors of ``--prompt``, what the model cannot read: one token, tokens that it does not embed, and more than it has
+    learned positions for.
     """
     from flexmask.integrations.huggingface.compat import learned_positions
 
-    if chat:
-        if not getattr(tokenizer, "chat_template", None):
-            usage_error("the model's tokenizer has no chat template", "--chat")
-        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-    arguments = {} if most is None else {"truncation": True, "max_length": most}
-    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, **arguments)["input_ids"]
+    ids: Tensor = tokenizer(text, return_tensors="pt")["input_ids"]
     length = ids.shape[1]
     if length < 2:
         usage_error(f"must hold at least two tokens; got {length}", "--prompt")
@@ -168,11 +155,9 @@ def prompt_ids(
     rows = len(embeddings.weight)
     if int(ids.max()) >= rows:
         usage_error(f"the tokenizer made token {int(ids.max()):,} of it; the model embeds tokens below {rows:,}", "--prompt")
-    # the last new token is not read
-    longest, read = learned_positions(model), length + max(new_tokens - 1, 0)
-    if longest is not None and read > longest:
-        after = f" and {new_tokens:,} new ones" if new_tokens else ""
-        usage_error(f"{length:,} tokens{after} exceed the {longest:,} positions that the model has learned", "--prompt")
+    longest = learned_positions(model)
+    if longest is not None and length > longest:
+        usage_error(f"{length:,} tokens exceed the {longest:,} positions that the model has learned", "--prompt")
     return ids
 
 

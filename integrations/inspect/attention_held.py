@@ -11,19 +11,19 @@ from flexmask import plain
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, head_groups, without_autocast
 from flexmask.base.scores import capped
-from flexmask.base.visibility import in_blocks, num_blocks, visible_keys
+from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.precision import without_tf32
 
-_MOST_SCORES = 2**24  # at once: 64 MiB in float32
+_SAMPLED = 8  # rows of a quarter of the prompt
 
 
 class HeldAttention:
-    """Serves the calls of a prefill, and compares their masks with true attention."""
+    """Serves the calls of one prompt's prefill, and compares their masks with true attention."""
 
     def __init__(self, heads: Collection[tuple[int, int]]) -> None:
         self._heads = heads
-        self.held: dict[int, Tensor] = {}  # by layer: `held_by_quarter` of its heads
+        self.held: dict[int, Tensor] = {}  # by layer: `held_by_quarter` of its heads, (num_heads, 4)
         # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -33,71 +33,51 @@ class HeldAttention:
             inputs, block_size, held = call.inputs.prepared(), call.selector.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)
             for group, selected in attended.selections:
-                part, keep = inputs.of_heads(group), selected.keep
+                keep = selected.keep
                 if keep is None:  # every visible block
-                    keep = cut_into_blocks(part, block_size, plain).visible
-                keep = keep.expand(part.query.shape[0], part.query.shape[1], -1, -1)
-                held.append(held_by_quarter(part, keep, block_size))
-                for head in range(group.query.start, group.query.stop):
+                    keep = cut_into_blocks(inputs.of_heads(group), block_size, plain).visible
+                keep = keep[0].expand(group.query.stop - group.query.start, -1, -1)
+                for head, kept in zip(range(group.query.start, group.query.stop), keep, strict=True):
+                    of_head = inputs.of_heads(heads[head])
+                    held.append(held_by_quarter(of_head, kept, block_size))
                     if (call.layer, head) in self._heads and (call.layer, head) not in self.maps:
-                        kept = keep[0, head - group.query.start].cpu()
-                        self.maps[call.layer, head] = block_attention(inputs.of_heads(heads[head]), block_size), kept
-            self.held[call.layer] = torch.cat(held)
+                        self.maps[call.layer, head] = block_attention(of_head, block_size), kept.cpu()
+            self.held[call.layer] = torch.stack(held)
         return attended.out
 
 
-def block_attention(inputs: AttentionInputs, block_size: int, most_scores: int = _MOST_SCORES) -> Tensor:
+def block_attention(inputs: AttentionInputs, block_size: int) -> Tensor:
     """Mean attention of each query block's valid rows to each key block, (num_q_blocks, num_kv_blocks) float32 on the CPU.
 
     `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1.
     """
-    with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
-        query, key = inputs.query[0, 0].float(), inputs.key[0, 0].float()
-        q_len, kv_len = query.shape[0], key.shape[0]
-        tokens = inputs.tokens()
-        first, row_valid = int(tokens.offset[0]), tokens.row_valid[0]
-        sums = torch.zeros((num_blocks(q_len, block_size), num_blocks(kv_len, block_size)), device=query.device)
-        at_once = max(1, min(block_size, most_scores // kv_len))
-        for block in range(sums.shape[0]):
-            for start in range(block * block_size, min((block + 1) * block_size, q_len), at_once):
-                rows = slice(start, min(start + at_once, (block + 1) * block_size, q_len))
-                position = first + torch.arange(rows.start, rows.stop, device=query.device)
-                visible = visible_keys(position, row_valid[rows], tokens, inputs.window)[0, :, : first + rows.stop]
-                weights = _weights(inputs, query[rows], key[: first + rows.stop], visible, inputs.sinks)
-                mass = in_blocks(weights.sum(0), block_size, 0.0).sum(-1)
-                sums[block, : mass.shape[0]] += mass
-        rows_of_block = in_blocks(row_valid.float(), block_size, 0.0).sum(-1, keepdim=True)
-        return (sums / torch.where(rows_of_block > 0, rows_of_block, torch.nan)).cpu()
+    rows = torch.arange(inputs.query.shape[2], device=inputs.query.device)
+    return torch.stack([_by_block(inputs, part, block_size).nanmean(0).cpu() for part in rows.split(block_size)])
 
 
-def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
+def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = _SAMPLED) -> Tensor:
     """Share of the true attention that kept blocks hold, mean over `rows` evenly spaced rows of each quarter of the query.
 
-    `inputs` are one batch row, `keep` is (1, num_heads, num_q_blocks, num_kv_blocks) bool. Returns (num_heads, 4) float32 on the
-    CPU, NaN in a quarter without a valid row. Sinks do not count.
+    `inputs` are one head of one batch row, `keep` is (num_q_blocks, num_kv_blocks) bool. Returns (4,) float32 on the CPU, NaN in
+    a quarter without a valid row. Sinks do not count.
     """
-    with torch.no_grad(), without_autocast(inputs.query.device), without_tf32():
-        query, key = inputs.query[0], inputs.key[0].float()
-        num_heads, q_len, _ = query.shape
+    middles = torch.arange(4 * rows, device=inputs.query.device) + 0.5
+    sampled = (middles * inputs.query.shape[2] / (4 * rows)).long()
+    attention = _by_block(inputs, sampled, block_size)
+    share = (attention * keep[sampled // block_size]).sum(-1) / attention.sum(-1)
+    return share.view(4, rows).nanmean(1).cpu()
+
+
+@torch.no_grad()
+def _by_block(inputs: AttentionInputs, rows: Tensor, block_size: int) -> Tensor:
+    """Attention of some rows of one head to each key block, (rows, num_kv_blocks) float32; NaN in rows that are not valid."""
+    with without_autocast(inputs.query.device), without_tf32():
         tokens = inputs.tokens()
-        sampled = ((torch.arange(4 * rows, device=query.device) + 0.5) * q_len / (4 * rows)).long()
-        valid = tokens.row_valid[0, sampled]
-        visible = visible_keys(tokens.offset[0] + sampled, valid, tokens, inputs.window)[0]
-        per_key, shares = num_heads // key.shape[0], []
-        for head in range(num_heads):
-            weights = _weights(inputs, query[head, sampled].float(), key[head // per_key], visible)
-            by_block = in_blocks(weights, block_size, 0.0).sum(-1)
-            share = (by_block * keep[0, head, sampled // block_size]).sum(-1)
-            shares.append(torch.where(valid, share, torch.nan).view(4, rows).nanmean(1))
-        return torch.stack(shares).cpu()
-
-
-def _weights(inputs: AttentionInputs, query: Tensor, key: Tensor, visible: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Attention of rows to keys, (rows, keys) float32; 0 in rows that see nothing."""
-    scores = capped(query @ key.mT * inputs.scale, inputs.softcap).masked_fill_(~visible, -torch.inf)
-    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-    weights = (scores - largest).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + (sinks.float().view(1, 1) - largest).exp()
-    return weights / total.clamp(min=torch.finfo(total.dtype).tiny)
+        valid = tokens.row_valid[0, rows]
+        visible = visible_keys(tokens.offset[0] + rows, valid, tokens, inputs.window)[0]
+        scores = capped(inputs.query[0, 0, rows].float() @ inputs.key[0, 0].float().mT * inputs.scale, inputs.softcap)
+        scores = scores.masked_fill_(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            scores = torch.cat([scores, inputs.sinks.float().expand(len(rows), 1)], 1)
+        attention = in_blocks(scores.softmax(-1)[:, : visible.shape[1]], block_size, 0.0).sum(-1)
+        return torch.where(valid[:, None], attention, torch.nan)

@@ -24,6 +24,7 @@ class HeadSums(NamedTuple):
 
     pairs: Any  # causal query-key pairs that are kept
     coverage: Any
+    row_coverage: Any
     query_aware: Any  # heads; those without a pattern are neither
     vertical_slash: Any
     served_densely: Any
@@ -142,7 +143,7 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     has_pattern = ~stats.js_distance.isnan()
     query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
     kept = stats.density * (pairs / stats.density.numel())
-    sums = HeadSums(kept, stats.coverage, query_aware, vertical_slash, stats.is_dense)
+    sums = HeadSums(kept, stats.coverage, stats.row_coverage, query_aware, vertical_slash, stats.is_dense)
     return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
 
 

@@ -34,8 +34,9 @@ class LayerSummary:
     density
         Share of the causal query-key pairs that the masks keep: mean over calls weighted by their pairs. Dense calls, which have
         no mask, count as 1; heads `served_densely` count by their mask, as in `flexmask.SelectionStats`.
-    coverage
-        Attention of the representative rows that the kept blocks hold, mean over the heads of sparse calls; None without one.
+    coverage, row_coverage
+        Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in
+        `flexmask.SelectionStats`: means over the heads of sparse calls; None without one.
     lowest
         The least share of some rows' attention that a head keeps, in sparse calls, of heads that were not served densely. Rows
         are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative ones. None without.
@@ -54,6 +55,7 @@ class LayerSummary:
     patterns: dict[str, float]
     served_densely: float
     lowest: float | None = None
+    row_coverage: float | None = None
 
     @property
     def ran(self) -> str:
@@ -109,9 +111,11 @@ class RunSummary:
     def __str__(self) -> str:
         if not self.layers:
             return repr(self)
-        rows: list[tuple[str, ...]] = [("layer", "ran", "density", "coverage", "lowest", "heads", "dense because")]
+        # that of the last rows is 100% where they are dense
+        name = "coverage" if all(layer.row_coverage is None for layer in self.layers) else "row_coverage"
+        rows: list[tuple[str, ...]] = [("layer", "ran", "density", name, "lowest", "heads", "dense because")]
         for layer in self.layers:
-            coverage, lowest = ("-" if share is None else f"{share:.1%}" for share in (layer.coverage, layer.lowest))
+            coverage, lowest = ("-" if share is None else f"{share:.1%}" for share in (getattr(layer, name), layer.lowest))
             heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
             if layer.served_densely:
                 heads += f" ({layer.served_densely:.0%} served by dense attention, faster there)"
@@ -140,11 +144,14 @@ def summary_of(
         shares = {"query-aware": sums.query_aware / heads, "vertical-slash": sums.vertical_slash / heads}
         shares[method] = 1 - sum(shares.values())
         density = (sums.pairs + total.dense_pairs) / total.pairs
-        coverage = None if total.heads == 0 or math.isnan(sums.coverage) else sums.coverage / heads
+        coverage, row_coverage = (
+            None if total.heads == 0 or math.isnan(share) else share / heads for share in (sums.coverage, sums.row_coverage)
+        )
         patterns = {name: share for name, share in shares.items() if share > 0 and total.heads}
         calls = (total.calls, total.dense_calls, dict(total.reasons))
         lowest = None if least == math.inf else least
-        layers.append(LayerSummary(layer, *calls, density, coverage, patterns, sums.served_densely / heads, lowest))
+        share = sums.served_densely / heads
+        layers.append(LayerSummary(layer, *calls, density, coverage, patterns, share, lowest, row_coverage))
     pairs = sum(total.pairs for total in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
     low.sort(key=lambda head: head.held)

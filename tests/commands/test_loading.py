@@ -90,10 +90,8 @@ def test_what_transformers_warns_of_is_told_once_in_one_line(folder, capsys):
 class Words:
     """A tokenizer whose tokens are a text's characters."""
 
-    chat_template = None
-
-    def __call__(self, text, max_length=None, **keywords):
-        return {"input_ids": torch.tensor([[ord(x) for x in text[:max_length]]])}
+    def __call__(self, text, return_tensors):
+        return {"input_ids": torch.tensor([[ord(x) for x in text]])}
 
 
 @pytest.mark.parametrize("by", ["path", "stdin"])
@@ -144,12 +142,9 @@ def test_a_prompt_beyond_learned_positions_is_refused(flexmask, gpt2, prompt, tm
     assert flexmask("doctor", gpt2, "--skip-self-test", "--tokens", 128, "--device", "cpu", "--json").json["ok"]
 
 
-def test_new_tokens_need_positions_too(gpt2, capsys):
+def test_a_prompt_may_take_every_learned_position(gpt2):
     model, _ = load_model(str(gpt2), Output(), "cpu")
-    text = "\x01" * 120
-    assert prompt_ids(model, Words(), text, new_tokens=9).shape == (1, 120)
-    with pytest.raises(Exception, match="120 tokens and 10 new ones exceed the 128 positions"):
-        prompt_ids(model, Words(), text, new_tokens=10)
+    assert prompt_ids(model, Words(), "\x01" * 128).shape == (1, 128)
 
 
 def test_a_tokenizer_larger_than_the_model_is_told(flexmask, folder, tmp_path, capsys):
@@ -184,7 +179,7 @@ def test_errors_of_many_lines_are_told_whole(flexmask, folder, tmp_path, prompt,
     assert len(last) < 1200
 
 
-@pytest.mark.parametrize("words", ["doctor", "gain", "gain --prompt {prompt}", "inspect --prompt {prompt} --out x"])
+@pytest.mark.parametrize("words", ["doctor", "gain --prompt {prompt}", "inspect --prompt {prompt} --out x"])
 def test_a_model_with_code_of_its_own_is_refused_without_a_question(flexmask, tmp_path, prompt, words, monkeypatch):
     path = tmp_path / "own"
     path.mkdir()

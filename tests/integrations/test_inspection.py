@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from flexmask.base.inputs import attention_inputs
-from flexmask.integrations.huggingface import PrefillSettings, sparse_prefill
-from flexmask.integrations.inspect import heads_by_rule, inspect_prefill
+from flexmask.base.inputs import attention_inputs, head_groups
+from flexmask.integrations.huggingface import sparse_prefill
+from flexmask.integrations.inspect import inspect_prefill, shown_heads
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
-from flexmask.integrations.inspect.page import NAMED
 from tests.attention_calls import call
 from tests.expected import masked_attention, visible_pairs
 from tests.integrations.common import LENGTH, SPARSE, make_model
@@ -36,15 +35,14 @@ def weights(case, **sinks):
     return masked_attention(case.query, case.key, keys, visible, 0.3, case.scores.get("softcap"), **sinks)[0][0]
 
 
-@pytest.mark.parametrize("most_scores", [2**24, 200])
 @pytest.mark.parametrize("name", CASES)
-def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
+def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name):
     case = call(**{"q_len": 70, "heads": (1, 1), "head_dims": (16, 16), "sharpness": 3.0, **CASES[name]})
     sinks = {"sinks": torch.tensor([0.7])} if name == "sink" else {}
     visible, attention = visible_pairs(case)[0], weights(case, **sinks)[0]
     case.key[:, :, ~visible.any(0)] = math.nan  # what nobody sees does not matter
     inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords(), **sinks)
-    found = block_attention(inputs, 16, most_scores)
+    found = block_attention(inputs, 16)
     blocks = zip(attention.split(16), visible.split(16), strict=True)
     expected = torch.tensor([[float(part.sum() / seen.any(1).sum()) for part in rows.split(16, 1)] for rows, seen in blocks])
     assert found.dtype == torch.float32
@@ -60,93 +58,77 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name, most_scores):
 def test_held_attention_is_that_of_sampled_rows(given):
     case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given})
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
-    found = held_by_quarter(attention_inputs(case.query, case.key, scale=0.3, **case.keywords()), keep, 16, rows=2)
+    inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords())
+    heads = head_groups(inputs.query, inputs.key, 1)
+    found = torch.stack([held_by_quarter(inputs.of_heads(head), keep[0, at], 16, rows=2) for at, head in enumerate(heads)])
     kept = keep[0].repeat_interleave(16, 1).repeat_interleave(16, 2)[:, : case.query.shape[2], :200]
     taken = [int((number + 0.5) * case.query.shape[2] / 8) for number in range(8)]
     expected = (weights(case) * kept).sum(-1)[:, taken].unflatten(1, (4, 2)).mean(-1)
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
 
 
-def rows(densities, coverages, patterns):
-    return [
-        {"layer": number // 2, "head": number % 2, "density": density, "coverage": coverage, "pattern": pattern}
-        for number, (density, coverage, pattern) in enumerate(zip(densities, coverages, patterns, strict=True))
-    ]
+def rows(densities, shares, patterns, statistic="row_coverage"):
+    """By layer and head, two heads a layer."""
+    unknown = {"row_coverage": math.nan, "coverage": math.nan}
+    return {
+        divmod(number, 2): {**unknown, "density": density, "pattern": pattern, statistic: share}
+        for number, (density, share, pattern) in enumerate(zip(densities, shares, patterns, strict=True))
+    }
 
 
-VS = "vertical-slash"
-
-
-def test_heads_by_rule_follow_their_rule():
-    found = heads_by_rule(rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], [VS] * 5 + ["dense"]))
-    assert found == {(0, 1): "lowest density", (0, 0): "median density", (1, 0): "highest density", (1, 1): "lowest coverage"}
-    # one head may be shown for several reasons
-    found = heads_by_rule(rows([0.2, 0.4, 0.4, 0.6], [0.5, 0.9, 0.9, 0.9], [VS] * 4))
-    assert found == {(0, 0): "lowest density, lowest coverage", (1, 0): "median density", (1, 1): "highest density"}
-    assert {layer for layer, _ in heads_by_rule(rows([0.2, 0.4, 0.4, 0.6], [1] * 4, [VS] * 4), layers=[1])} == {1}
-    assert heads_by_rule(rows([1.0], [1.0], ["dense"])) == {}
+def test_heads_are_shown_by_density_and_by_the_share_that_they_hold():
+    of_hybrid = rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], ["hybrid"] * 5 + ["dense"])
+    expected = {(0, 1): "lowest density", (0, 0): "median density", (1, 0): "highest density", (1, 1): "lowest share held"}
+    assert shown_heads(of_hybrid) == expected
+    # the last rows of hybrid are dense: their share tells nothing
+    assert shown_heads({head: {**row, "coverage": 1.0} for head, row in of_hybrid.items()}) == expected
+    by_last_rows = rows([0.2, 0.4, 0.4, 0.6], [0.9, 0.9, 0.5, 0.9], ["vertical-slash"] * 4, "coverage")
+    assert shown_heads(by_last_rows) == {(0, 0): "lowest density", (1, 0): "median density", (1, 1): "highest density"}
+    unknown = rows([0.2, 0.4, 0.4, 0.6], [math.nan] * 4, ["causal"] * 4)
+    assert len(shown_heads(unknown)) == 3
+    assert shown_heads(rows([1.0], [1.0], ["dense"])) == {}
+    assert shown_heads(of_hybrid, [(1, 0), (0, np.int64(0))]) == {(1, 0): "named", (0, 0): "named"}
 
 
 @pytest.fixture(scope="module")
 def inspected():
-    """Model, prompt, an inspection of layer 1, heads 0 and 3, and the calls of `progress`."""
+    """Model, prompt, and an inspection of layer 1, heads 0 and 3."""
     model = make_model()
     prompt = torch.randint(1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
-    steps, options = [], {**SPARSE, "dense_layers": (0,), "layers": np.array([1, 1]), "heads": [np.int64(0), 3]}
-    found = inspect_prefill(model, prompt, progress=lambda *step: steps.append(step), **options)
-    return model, prompt, found, steps
+    return model, prompt, inspect_prefill(model, prompt, heads=[(1, 0), (1, 3)], **SPARSE, dense_layers=(0,))
 
 
 @pytest.mark.attention
 def test_inspection_has_the_masks_and_statistics_of_a_prefill(inspected):
-    model, prompt, found, steps = inspected
+    model, prompt, found = inspected
     with torch.no_grad(), sparse_prefill(model, **SPARSE, dense_layers=(0,), collect_masks=True) as run:
         model(prompt[None])
     assert str(found.run.rows()) == str(run.rows())
-    assert [(head.layer, head.head, head.why) for head in found.heads] == [(1, 0, NAMED), (1, 3, NAMED)]
+    assert [(head.layer, head.head, head.why) for head in found.heads] == [(1, 0, "named"), (1, 3, "named")]
     dense = run.masks[1][0].to_dense().bool()[0]
     for head in found.heads:
         assert torch.equal(head.kept, dense[head.head])
         assert 0 < head.attention_kept < 1
         assert head.attention_kept == pytest.approx(float((head.mass * dense[head.head]).sum() / head.mass.sum()))
         assert head.mass.sum(1).tolist() == pytest.approx([1.0] * len(head.mass), abs=1e-5)
-    assert steps == [(done, 4) for done in range(1, 5)]
+    assert list(found.held) == [1] and len(found.held[1]) == 4
+    assert all(0 < share <= 1 + 1e-6 for share in found.held[1]) and found.held[1][3] < 1
     assert model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.attention
-def test_inspection_warns_where_the_end_holds_less(inspected):
-    found = inspected[2]
-    assert list(found.held) == [1]
-    assert found.held_by_quarter == pytest.approx(found.held[1])
-    assert all(0 < share <= 1 + 1e-6 for share in found.held[1])
-    assert found.held[1][3] < 1
-    assert replace(found, held={0: (0.9, 0.9, 0.9, 0.85), 1: (0.95, 0.9, 0.9, 0.85)}).warning is None
-    warning = replace(found, held={0: (0.9, 0.8, 0.8, 0.7), 1: (1.0, 0.9, 0.9, 0.8)}).warning
-    assert "75.0% of the attention of the prompt's last quarter, 95.0% of the first's" in warning
-    assert replace(found, held={}).warning is None
 
 
 @pytest.mark.attention
 def test_method_without_a_map_holds_everything():
     found = inspect_prefill(make_model(), torch.arange(LENGTH) % VOCABULARY, method="causal", block_size=32, dense_below=0)
-    assert found.held_by_quarter == pytest.approx([1.0] * 4, abs=1e-5)
+    assert [found.held[layer] for layer in (0, 1)] == [pytest.approx([1.0] * 4, abs=1e-5)] * 2
     assert all(head.attention_kept == pytest.approx(1.0, abs=1e-5) for head in found.heads)
-    lost = {0: (1.0, 0.9, 0.9, 0.5)}
-    assert replace(found, held=lost).warning.endswith("Let method 'causal' keep more blocks.")
-    run = replace(found.run, settings=PrefillSettings(method="flexprefill"))
-    assert "Raise gamma" in replace(found, held=lost, run=run).warning
 
 
 @pytest.mark.attention
-def test_attention_that_is_not_finite_is_null_and_no_warning(inspected):
+def test_attention_that_is_not_finite_is_null(inspected):
     found = inspected[2]
-    broken = replace(
-        found, held={1: (math.nan,) * 4}, heads=tuple(replace(each, mass=each.mass * math.nan) for each in found.heads)
-    )
-    assert broken.warning is None
-    again = json.loads(json.dumps(broken.to_dict(), allow_nan=False))
-    assert again["held"]["1"] == again["held_by_quarter"] == [None] * 4
+    broken = tuple(replace(each, mass=each.mass * math.nan) for each in found.heads)
+    again = json.loads(json.dumps(replace(found, held={1: (math.nan,) * 4}, heads=broken).to_dict(), allow_nan=False))
+    assert again["held"]["1"] == [None] * 4
     assert [each["attention_kept"] for each in again["shown"]] == [None, None]
 
 
@@ -156,12 +138,8 @@ def test_attention_that_is_not_finite_is_null_and_no_warning(inspected):
         ({"input_ids": [1, 2]}, TypeError, "input_ids must be a tensor"),
         ({"input_ids": torch.ones(2, 30, dtype=torch.int64)}, ValueError, r"one prompt of at least two tokens; got \(2, 30\)"),
         ({"input_ids": torch.ones(30)}, ValueError, "integer"),
-        ({"heads": [0]}, ValueError, "heads must come with layers"),
-        ({"layers": [2]}, ValueError, r"layers must be in \[0, 2\); got 2"),
-        ({"layers": [0], "heads": [-1]}, ValueError, "heads must be >= 0; got -1"),
-        ({"layers": [0], "heads": [0]}, ValueError, "layer 0 ran dense"),
-        ({"layers": [0], "heads": [4]}, ValueError, r"heads must be in \[0, 4\) in layer 0; got 4"),
-        ({"layers": []}, ValueError, "layers must name at least one"),
+        ({"heads": [0]}, ValueError, "heads must be pairs of a layer and a head that ran sparse; got 0"),
+        ({"heads": [(0, 0)]}, ValueError, r"that ran sparse; got \(0, 0\)"),
         ({"method": lambda query, key, **options: None}, ValueError, "method must be a name to be inspected"),
         ({"gamm": 0.9}, TypeError, "gamm"),
     ],

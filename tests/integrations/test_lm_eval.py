@@ -51,7 +51,7 @@ def test_refuses(words, said):
     assert done.returncode != 0 and said in done.stderr
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/evaluation.md"])
+@pytest.mark.parametrize("page", ["docs/research.md", "docs/evaluation.md"])
 def test_the_snippets_of_the_pages_run(page, monkeypatch):
     """As they stand, with the harness's evaluation replaced, which takes hours on their lengths."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,11 +61,12 @@ def test_the_snippets_of_the_pages_run(page, monkeypatch):
     path, asked = str(ROOT / "bench/retriever/model"), []
     monkeypatch.setattr("lm_eval.simple_evaluate", lambda model, **given: asked.append((type(model).__name__, given)))
     names = {"FOLDER": path, "path": path, "flexmask": flexmask}
-    if page == "README.md":
+    if page == "docs/research.md":
         names |= {"model": AutoModelForCausalLM.from_pretrained(path), "tokenizer": AutoTokenizer.from_pretrained(path)}
     text = (ROOT / page).read_text(encoding="utf-8")
     snippets = [textwrap.dedent(code) for code in re.findall(r"^ *```python\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)]
     snippets = [code for code in snippets if "lm_eval" in code]
+    assert snippets
     for code in snippets:
         exec(compile(code, page, "exec"), dict(names))
     assert [name for name, _ in asked] == ["HFLM"] * len(snippets)

@@ -172,16 +172,23 @@ def test_tokens_of_a_prefill_count_once(calls, said):
     assert repr(run.summary()).startswith(f"<RunSummary: {said} in all, ")
 
 
-def test_a_layer_whose_mean_rounds_to_everything_shows_its_lowest_head():
-    run = PrefillRun()
-    for layer, least in enumerate(([0.88, 0.97, 0.99, 1.0], [torch.nan] * 4)):
-        run.record(layer, holding([0.9999] * 4, least), None, None, 0, CallSize(1, 100, 100))
-    run.record(2, dense_stats(), None, "short", 0, CallSize(1, 100, 100))
-    by_rows, by_last_rows, dense = run.summary().layers
-    assert [by_rows.lowest, by_last_rows.lowest] == pytest.approx([0.88, 0.9999])
-    assert dense.lowest is None
-    lines = [line.split() for line in str(run.summary()).splitlines()[1:]]
-    assert [line[3:5] for line in lines] == [["coverage", "lowest"], ["100.0%", "88.0%"], ["100.0%", "100.0%"], ["-", "-"]]
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_a_layer_shows_what_all_its_rows_keep_where_the_method_knows(by_rows):
+    # the last rows of hybrid are dense, and keep all
+    shares = {"coverage": [1.0] * 4, "row_coverage": [0.6, 0.7, 0.8, 0.9], "least_row_coverage": [0.38, 0.5, 0.6, 0.7]}
+    given = shares if by_rows else {"coverage": shares["row_coverage"]}
+    run, stats = PrefillRun(), {name: torch.tensor([share]) for name, share in given.items()}
+    run.record(
+        0, replace(stats_of(0), is_dense=torch.zeros(1, HEADS, dtype=torch.bool), **stats), None, None, 0, CallSize(1, 9, 9)
+    )
+    run.record(1, dense_stats(), None, "short", 0, CallSize(1, 9, 9))
+    sparse, dense = run.summary().layers
+    assert sparse.coverage == pytest.approx(1.0 if by_rows else 0.75)
+    assert sparse.row_coverage == (pytest.approx(0.75) if by_rows else None)
+    assert (dense.coverage, dense.row_coverage, dense.lowest) == (None, None, None)
+    lines = [line.split()[3:5] for line in str(run.summary()).splitlines()[1:]]
+    expected = ["row_coverage", "38.0%"] if by_rows else ["coverage", "60.0%"]
+    assert lines == [[expected[0], "lowest"], ["75.0%", expected[1]], ["-", "-"]]
 
 
 def test_reset_forgets_all_calls():
