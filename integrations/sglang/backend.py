@@ -19,7 +19,6 @@ from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
 from flexmask.integrations.sglang.options import KERNELS_RUN, serving_options, stock_kernel
-from flexmask.integrations.sglang.registration import backends_of, resolved
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import interface_faults
 
@@ -35,11 +34,12 @@ def make_backend(runner: Any) -> Any:
     import sglang
 
     refuse_older("SGLang", sglang.__version__)
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    server, model = resolved(runner.server_args), runner.model_config
-    options = serving_options(stock_kernel(backends_of(server)[1], str(runner.device)), model.hf_config)
+    server, model = resolved_view(runner.server_args), runner.model_config
+    options = serving_options(stock_kernel(attention_backends_of(server)[1], str(runner.device)), model.hf_config)
     make_stock = ATTENTION_BACKENDS[options.kernel]
     if runner.is_draft_worker:
         return make_stock(runner)
@@ -54,7 +54,7 @@ def make_backend(runner: Any) -> Any:
         _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     engine = SGLangEngine(runner, options, rank, ranks)
-    engine.prepare(largest_call(runner), torch.device(runner.device), runner.dtype)
+    engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
         return others
     tell_requests(engine.requested)
@@ -64,10 +64,9 @@ def make_backend(runner: Any) -> Any:
     return sparse(others, runner, engine)
 
 
-def largest_call(runner: Any) -> tuple[int, int]:
+def largest_call(runner: Any, chunk: int | None) -> tuple[int, int]:
     """Rows and tokens of the largest call: the last chunk of the longest prompt that the model and its cache take."""
     longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
-    chunk = resolved(runner.server_args).chunked_prefill_size
     return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 

@@ -14,7 +14,7 @@ from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options
 from flexmask.integrations.serving.plan import StepPlan
 from flexmask.integrations.serving.startup import bytes_of
-from flexmask.integrations.sglang.registration import NAME, backends_of
+from flexmask.integrations.sglang.registration import NAME
 from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
 
 _log = logging.getLogger("sglang.flexmask")
@@ -33,9 +33,11 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 def refuse_server(server_args: Any, uses_mla: bool) -> None:
     """Raise ValueError for a server that is not served at all, by name."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of
+
     if uses_mla:
         raise ValueError(f"the attention backend {NAME!r} does not serve multi-head latent attention (MLA)")
-    if backends_of(server_args)[1] == NAME:
+    if attention_backends_of(server_args)[1] == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
     for name, feature in REFUSED.items():
         if getattr(server_args, name):

@@ -1,7 +1,6 @@
 """The entry point ``sglang.srt.plugins: flexmask``: it registers the backend "flexmask", and reads the options of requests.
 
-SGLang loads it in each of its processes wherever flexmask is installed. So it imports nothing else of flexmask before our backend
-is chosen.
+SGLang loads it in each of its processes, so it imports nothing else of flexmask before our backend is chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ NAME = "flexmask"  # the backend's in SGLang's arguments
 
 
 def register() -> None:
-    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in each of SGLang's processes, of whatever release."""
+    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in SGLang of whatever release."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
@@ -37,8 +36,8 @@ def read_requests() -> None:
 def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     """Called after a request is made; ValueError is its answer."""
     params, key = tokenized.sampling_params, getattr(tokenized, "extra_key", None)
-    given, server = getattr(params, "custom_params", None), resolved(manager.server_args)
-    if not (given or key) or backends_of(server)[0] != NAME:
+    given, server = getattr(params, "custom_params", None), manager.server_args
+    if not (given or key) or server.prefill_attention_backend != NAME:
         return
     from flexmask.integrations.serving.options import prefix_key, request_options
     from flexmask.integrations.sglang.options import KERNELS, serving_options
@@ -50,17 +49,3 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
         params.custom_params = requested.noted(given)
     if hasattr(tokenized, "extra_key"):
         tokenized.extra_key = prefix_key(key, requested)
-
-
-def resolved(server_args: Any) -> Any:
-    """The server's arguments with what SGLang derives from them."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    return resolved_view(server_args)
-
-
-def backends_of(server: Any) -> tuple[str, str]:
-    """Names of the backends for prompts and for decoding, of `resolved` arguments."""
-    from sglang.srt.arg_groups.overrides import attention_backends_of
-
-    return attention_backends_of(server)

@@ -21,33 +21,30 @@ class PageTable:
     def __init__(self, pages: Tensor, stop: int, first: int = 0) -> None:
         self._pages = pages
         self.first, self.stop = first, stop
-        self._pages_and_offsets: dict[int, tuple[Tensor, Tensor]] = {}
-        self._slots: dict[int, Tensor] = {}
-        self._since: dict[int, PageTable] = {}
+        self._made: dict[Any, Any] = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
     def since(self, first: int) -> PageTable:
         """The same without tokens before `first`."""
-        if first == self.first:
-            return self
-        if first not in self._since:
-            self._since[first] = PageTable(self._pages, self.stop, first)
-        return self._since[first]
+        return self if first == self.first else self._once(("since", first), lambda: PageTable(self._pages, self.stop, first))
 
     def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
         """Page of every token, and the token's offset in it, (tokens,) int64 each."""
-        pair = self._pages_and_offsets.get(page_size)
-        if pair is None:
+
+        def make() -> tuple[Tensor, Tensor]:
             token = torch.arange(self.first, self.stop, device=self._pages.device)
-            pair = self._pages_and_offsets[page_size] = self._pages[token // page_size].long(), token % page_size
-        return pair
+            return self._pages[token // page_size].long(), token % page_size
+
+        return self._once(("offsets", page_size), make)
 
     def slots(self, page_size: int) -> Tensor:
         """Slot of every token among those of all pages, (tokens,) int64."""
-        slots = self._slots.get(page_size)
-        if slots is None:
-            page, offset = self.pages_and_offsets(page_size)
-            slots = self._slots[page_size] = page * page_size + offset
-        return slots
+        page, offset = self.pages_and_offsets(page_size)
+        return self._once(("slots", page_size), lambda: page * page_size + offset)
 
     def pages(self, page_size: int) -> Tensor:
         """The pages that the tokens fill, (pages,) int64."""
@@ -90,7 +87,7 @@ class ReadsCPUCache(Stock):  # type: ignore[misc]
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
-        cache = kv_cache if kv_cache.is_floating_point() else kv_cache.view(FP8_CACHES[self.kv_cache_dtype])
+        cache = in_fp8(kv_cache, self.kv_cache_dtype)
         if self.flexmask_orders is None:
             unscaled = copy.copy(layer)
             unscaled._k_scale_float = unscaled._v_scale_float = 1.0

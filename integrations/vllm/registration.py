@@ -1,7 +1,6 @@
 """The entry point ``vllm.general_plugins: flexmask``: it registers the names in `backends`, and reads the options of requests.
 
-vLLM loads it in each of its processes wherever flexmask is installed. So it imports nothing else of flexmask before our backend
-is chosen.
+vLLM loads it in each of its processes, so it imports nothing else of flexmask before our backend is chosen.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ def test_the_kernel_for_everything_else_is_that_of_decoding():
     ],
 )
 def test_the_largest_call_is_the_last_chunk_of_the_longest_prompt(chunk, tokens, largest):
-    args, model = server(chunked_prefill_size=chunk), SimpleNamespace(context_len=131072)
-    assert largest_call(SimpleNamespace(server_args=args, model_config=model, max_total_num_tokens=tokens)) == largest
+    runner = SimpleNamespace(model_config=SimpleNamespace(context_len=131072), max_total_num_tokens=tokens)
+    assert largest_call(runner, chunk) == largest
 
 
 def test_the_installed_one_fits_and_changes_are_named(monkeypatch):

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
-
 from flexmask.integrations.serving.options import RequestOptions, noted_options
 from flexmask.integrations.sglang.options import VARIABLE
 from flexmask.integrations.sglang.registration import _read
@@ -18,7 +16,7 @@ def read(monkeypatch):
     def read(custom_params, server="{}", ranks=1, prefill="flexmask", **key):
         monkeypatch.setenv(VARIABLE, server)
         made = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params), **key)
-        args = SimpleNamespace(prefill_attention_backend=prefill, decode_attention_backend="fa3", tp_size=ranks)
+        args = SimpleNamespace(prefill_attention_backend=prefill, tp_size=ranks)
         _read(made, SimpleNamespace(server_args=args, model_config=SimpleNamespace(hf_config=None)))
         return made
 

@@ -117,7 +117,7 @@ class Asked(programs.Asked):
         return self.generate([prompt(3001), prompt(1700, seed=1)], tokens=6, scored=False)
 
     def adapted(self):
-        """Prompts under two adapters and under none, in one batch."""
+        """Prompts under two adapters and under none, in one batch; on CPUs without log-probabilities of prompts."""
         from vllm.lora.request import LoRARequest
 
         self.empty_cache()
@@ -125,7 +125,7 @@ class Asked(programs.Asked):
         folder = Path(tempfile.mkdtemp())
         given = [None, *(LoRARequest(str(x), x, random_models.adapter(folder / str(x), MODEL, x)) for x in (1, 2))]
         prompts = [{"prompt_token_ids": prompt(1700, seed=each)} for each in range(3)]
-        found = self.llm.generate(prompts, sampling(4, prompt_logprobs=0), use_tqdm=False, lora_request=given)
+        found = self.llm.generate(prompts, sampling(4), use_tqdm=False, lora_request=given)
         return [answer(each) for each in found]
 
     def structured(self):
