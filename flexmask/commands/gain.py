@@ -60,11 +60,10 @@ def _show(output: Output, document: dict[str, Any]) -> None:
     output.line(f"{document['model']} ({document['type']}), {document['tokens']:,} tokens, {document['dtype']}")
     output.line(f"torch {document['torch']}, on {document['device']}", "")
     if error is not None:
-        dense, sparse = document["dense_seconds"], document["sparse_seconds"]
         ratios = "one run" if document["runs"] == 1 else " to ".join(f"{ratio:.2f}" for ratio in document["ratios"])
-        rows = [[f"dense ({document['dense']})", "100%", f"{dense:.3g} s", "", ""]]
-        rows += [[document["settings"]["method"], f"{document['density']:.1%}", f"{sparse:.3g} s"]]
-        rows[1] += [f"{document['ratio']:.2f}x", ratios]
+        dense, sparse = (f"{document[f'{name}_seconds']:.3g} s" for name in ("dense", "sparse"))
+        rows = [[f"dense ({document['dense']})", "100%", dense, "", ""]]
+        rows += [[document["settings"]["method"], f"{document['density']:.1%}", sparse, f"{document['ratio']:.2f}x", ratios]]
         output.table(["attention", "density", "first token", "as fast", "from run to run"], rows)
         change = f"|Δ log p| {error['log_prob_change']:.3f}, loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f}"
         more = error["loss_sparse"] - error["loss_dense"]

@@ -57,8 +57,9 @@ class Inspection:
         """JSON types; None for numbers that are not finite."""
         shown = [{"layer": x.layer, "head": x.head, "why": x.why, "attention_kept": x.attention_kept} for x in self.heads]
         figures = {"about": self.about, "settings": self.run.settings.to_dict(), "summary": self.run.summary().to_dict()}
-        held = {str(layer): shares for layer, shares in self.held.items()}
-        return finite({**figures, "shown": shown, "held": held, "rows": self.run.rows()})
+        return finite(
+            {**figures, "shown": shown, "held": {str(layer): x for layer, x in self.held.items()}, "rows": self.run.rows()}
+        )
 
 
 def inspect_prefill(

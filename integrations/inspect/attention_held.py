@@ -15,8 +15,6 @@ from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.precision import without_tf32
 
-_SAMPLED = 8  # rows of a quarter of the prompt
-
 
 class HeldAttention:
     """Serves the calls of one prompt's prefill, and compares their masks with true attention."""
@@ -55,7 +53,7 @@ def block_attention(inputs: AttentionInputs, block_size: int) -> Tensor:
     return torch.stack([_by_block(inputs, part, block_size).nanmean(0).cpu() for part in rows.split(block_size)])
 
 
-def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = _SAMPLED) -> Tensor:
+def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
     """Share of the true attention that kept blocks hold, mean over `rows` evenly spaced rows of each quarter of the query.
 
     `inputs` are one head of one batch row, `keep` is (num_q_blocks, num_kv_blocks) bool. Returns (4,) float32 on the CPU, NaN in
