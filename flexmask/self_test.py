@@ -68,7 +68,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
     for backend, dtype in cases:
         for method in METHODS:
             start = time.perf_counter()
-            numbers: tuple[float | None, ...] = (None,) * 4
+            numbers: tuple[float | None, float | None, float | None, float | None] = (None, None, None, None)
             error = ""
             try:
                 numbers = _differences(device, backend, dtype, method)

@@ -18,7 +18,7 @@ from flexmask.integrations.serving.engine import Stock
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
-from flexmask.integrations.sglang.options import KERNELS_RUN, serving_options, stock_kernel
+from flexmask.integrations.sglang.options import serving_options, stock_kernel
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import interface_faults
 
@@ -50,8 +50,6 @@ def make_backend(runner: Any) -> Any:
     warning = check_interfaces("SGLang", sglang.__version__, interface_faults(type(others)))
     if warning is not None:
         _log.warning("%s", warning)
-    if options.kernel not in KERNELS_RUN:
-        _log.warning("flexmask was run with %s for everything else, not with %s", ", ".join(KERNELS_RUN), options.kernel)
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     engine = SGLangEngine(runner, options, rank, ranks)
     engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)

@@ -10,9 +10,8 @@ from flexmask.integrations.serving.options import ServingOptions, read_options
 from flexmask.json_settings import json_data
 
 VARIABLE = "FLEXMASK_SGLANG"
-KERNELS = ("fa3", "flashinfer", "triton", "torch_native")  # SGLang's backends that may serve everything else
-KERNELS_RUN = ("fa3", "triton", "torch_native")
-"""The backends that the plug-in was run with: the first two on GPUs, the last on CPUs"""
+KERNELS = ("fa3", "triton", "torch_native")
+"""SGLang's backends that may serve everything else, as they were run: the first two on GPUs, the last on CPUs"""
 
 
 def stock_kernel(decoding: str, device: str) -> str:

@@ -10,7 +10,7 @@ from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, prefix_key, request_options
 from flexmask.integrations.sglang.options import VARIABLE
 from flexmask.integrations.sglang.options import serving_options as options_of_sglang
-from flexmask.integrations.vllm.engine import serving_options as options_of_vllm
+from flexmask.integrations.vllm.options import serving_options as options_of_vllm
 from flexmask.settings import PrefillSettings
 
 MODEL = SimpleNamespace(flexmask_config={"gamma": 0.8, "layers": {"2": {"gamma": [0.5, 1.0]}}})

@@ -6,7 +6,6 @@ vLLM reads its environment at import, and an engine lives as long as its process
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
@@ -114,28 +113,7 @@ class Asked(programs.Asked):
 
     def handed(self):
         """Whole prompts, whose pages another server may have."""
-        return self.generate([prompt(3001), prompt(1700, seed=1)], tokens=6, scored=False)
-
-    def adapted(self):
-        """Prompts under two adapters and under none, in one batch; on CPUs without log-probabilities of prompts."""
-        from vllm.lora.request import LoRARequest
-
-        self.empty_cache()
-        self.budget(777)
-        folder = Path(tempfile.mkdtemp())
-        given = [None, *(LoRARequest(str(x), x, random_models.adapter(folder / str(x), MODEL, x)) for x in (1, 2))]
-        prompts = [{"prompt_token_ids": prompt(1700, seed=each)} for each in range(3)]
-        found = self.llm.generate(prompts, sampling(4), use_tqdm=False, lora_request=given)
-        return [answer(each) for each in found]
-
-    def structured(self):
-        """One of two words."""
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-
-        self.empty_cache()
-        wanted = StructuredOutputsParams(choice=["apples", "birds"])
-        params = SamplingParams(temperature=0, max_tokens=4, logprobs=8, structured_outputs=wanted)
-        return [answer(each) for each in self.llm.generate([{"prompt_token_ids": prompt(1700)}], params, use_tqdm=False)]
+        return self.generate([prompt(3001), prompt(1700, seed=1)], scored=False)
 
     def empty_cache(self):
         self.budget(MOST_TOKENS)

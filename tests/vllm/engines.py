@@ -65,8 +65,6 @@ _FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 _GUESSED: dict[str, Any] = {
     "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 }
-_ADAPTED: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-WITH = ("adapted", "structured")
 # vLLM's own operator for CPUs turns latent queries of several heads wrong
 _NATIVE_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
@@ -135,9 +133,6 @@ ENGINES = {
     },
     "guessed": Engine(KEEP_ALL, ("odd_chunks", "mixed"), arguments=_GUESSED),
     "guessed_sparse": Engine(SPARSE, ("odd_chunks",), arguments=_GUESSED),
-    "adapted_stock": Engine(None, WITH, arguments=_ADAPTED),
-    "adapted": Engine(KEEP_ALL, WITH, arguments=_ADAPTED),
-    "adapted_sparse": Engine(SPARSE, WITH, arguments=_ADAPTED),
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),
     "latent_triton": _latent({**KEEP_ALL, "kernel": "TRITON_ATTN"}),

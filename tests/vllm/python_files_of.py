@@ -6,8 +6,9 @@ from pathlib import Path
 from zipfile import ZipFile
 
 wheel, release = sys.argv[1:]
-(place,) = find_spec("vllm").submodule_search_locations
-installed = Path(place)
+found = find_spec("vllm")
+assert found is not None and found.submodule_search_locations is not None
+installed = Path(found.submodule_search_locations[0])
 for path in installed.rglob("*.py"):
     path.unlink()
 with ZipFile(wheel) as archive:

@@ -117,28 +117,3 @@ def qwen3_next(folder):
                 parameter.mul_(0.3)
 
     return saved(folder, "Qwen3Next", change, **_SHAPE, **_HEADS, **kinds, **states, **experts, initializer_range=0.1)
-
-
-def adapter(folder, model, seed):
-    """The folder of a random LoRA adapter of the attention of a model in a folder, in PEFT's format."""
-    import json
-
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model)
-    rank, size = 8, config.hidden_size
-    wide = {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
-    random_numbers, weights = torch.Generator().manual_seed(seed), {}
-    for layer in range(config.num_hidden_layers):
-        for name, heads in wide.items():
-            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            width = heads * (getattr(config, "head_dim", None) or size // config.num_attention_heads)
-            for part, shape in (("lora_A", (rank, size)), ("lora_B", (width, rank))):
-                weights[f"{place}.{part}.weight"] = torch.randn(shape, generator=random_numbers) * size**-0.5
-    folder.mkdir(parents=True)
-    save_file(weights, folder / "adapter_model.safetensors")
-    kind = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*wide], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(kind), encoding="utf-8")
-    return str(folder)
