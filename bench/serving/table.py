@@ -24,7 +24,7 @@ HEAD = """# Serving
 `python -m bench.serving.table > bench/SERVING.md` writes this file. [bench/README.md](README.md#serving) says how to measure,
 [docs/serving.md](../docs/serving.md) what the plug-in does.
 
-An earlier version of the plug-in gave the rows of H200s.
+An earlier version of the plug-in gave the rows of vLLM 0.26 on H200s.
 """
 
 
