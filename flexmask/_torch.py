@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 HAS_FLASH_BACKEND = RELEASE >= (2, 10)
 HAS_CPU_KERNEL = RELEASE >= (2, 6)
-# what functions of constant results take while torch.compile traces: seen with 2.13, not with 2.11; and with 2.8, not with 2.5
+# functions of constant results take modules while torch.compile traces: seen with 2.13, not with 2.11
 MODULES_ARE_CONSTANTS = RELEASE >= (2, 13)
-CLASSES_ARE_CONSTANTS = RELEASE >= (2, 8)
 # in FlexAttention's C++ template: 2.13.0 does, 2.8.0 does not, others were not tried
 CPU_TAKES_UNBACKED_SIZES = RELEASE >= (2, 13)
 HAS_BMM_TO_FLOAT32 = RELEASE >= (2, 8)
@@ -71,11 +70,6 @@ def any_thread_exports() -> bool:
 def in_dispatch_mode() -> bool:
     """True under a mode such as FakeTensorMode, which may make other than plain tensors."""
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def is_in_backward() -> bool:
-    """True in a thread that computes gradients, as where a checkpoint runs its function again."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def dispatch_modes() -> list[str]:
