@@ -109,9 +109,8 @@ class Plan:
             if not self.groups:
                 stats = dense_stats(inputs.query) if statistics else None
                 return Attended(*dense_attention(inputs, self.return_lse), stats)
-            if not is_traced():
-                # a mode may be on that was not when the plan was made
-                check_compiled_code_takes(inputs)
+            # a mode may be on that was not when the plan was made
+            check_compiled_code_takes(inputs)
             measured = statistics if self.reason is None else ()
             whole = inputs.prepared_with(self.offset, self.absent)
             outputs, selections, dense = None, [], []

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from flexmask import compilation
+from flexmask import compilation, select
 from flexmask._torch import is_traced, recompile_limit
 from tests.cases import structured_inputs
 
@@ -71,7 +71,8 @@ def recompilations(most: int) -> contextlib.AbstractContextManager[None]:
 @pytest.fixture
 def as_on_accelerators(monkeypatch):
     """Compile methods on this CPU too."""
-    monkeypatch.setattr(compilation, "runs_uncompiled", lambda query: is_traced())
+    for module in (compilation, select):
+        monkeypatch.setattr(module, "runs_uncompiled", lambda query: is_traced())
 
 
 @pytest.fixture

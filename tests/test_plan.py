@@ -40,7 +40,15 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [*((kind, CHUNK) for kind in KINDS), *(("plain", whole) for whole in WHOLE)])
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [
+        *((kind, CHUNK) for kind in ("plain", "padded", "in groups", "dense", "by a user")),
+        ("windowed", WHOLE[0]),
+        *(pytest.param(kind, CHUNK, marks=pytest.mark.slow) for kind in ("windowed", "capped", "in slices")),
+        pytest.param("plain", WHOLE[1], marks=pytest.mark.slow),
+    ],
+)
 def test_each_run_equals_its_own_call(kind, lengths):
     options = {**OPTIONS, **KINDS[kind](lengths[1])}
     if "method" in options:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import flexmask
-from flexmask import SelectionStats, flexprefill_mask, sparse_attention, sparse_attention_varlen, warmup
+from flexmask import SelectionStats, flexprefill_mask, plan, sparse_attention, sparse_attention_varlen, warmup
 from tests.block_masks.definitions import MASKS
 
 PUBLIC = [
-    "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "sparse_attention", "sparse_attention_varlen",
-    "sparse_prefill", "warmup",
+    "METHODS", "SelectionStats", "flexprefill_mask", "hybrid_mask", "plan", "sparse_attention",
+    "sparse_attention_varlen", "sparse_prefill", "warmup",
 ]  # fmt: skip
-FUNCTIONS = [sparse_attention, sparse_attention_varlen, warmup, *MASKS.values()]
+FUNCTIONS = [sparse_attention, plan, sparse_attention_varlen, warmup, *MASKS.values()]
 functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
 
 

@@ -145,6 +145,7 @@ def auto_checks(call: FlashCall) -> bool:
 
 
 def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
+    check_compiled_code_takes(inputs)
     if is_exporting():
         raise NotImplementedError(
             "torch.export cannot take sparse attention: an exported program may run flex_attention uncompiled, which ignores the "
@@ -171,6 +172,8 @@ def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
 
 def check_compiled_code_takes(inputs: AttentionInputs) -> None:
     """Refuse tensors and modes of this thread under which the kernel would not run compiled."""
+    if is_traced():
+        return
     if in_transform():
         raise TypeError(f"sparse attention must be outside of the transforms of torch.func (grad, jvp, functionalize); {_DENSE}")
     for name in ("query", "key", "value", "attention_mask", "offset", "sinks"):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from flexmask import attend, flexprefill_mask, hybrid_mask, sparse_attention
+from flexmask import flexprefill_mask, hybrid_mask, plans, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
 from tests.attention_calls import CPP_ERROR, SINKS, flexprefill_attention
@@ -39,9 +39,9 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
 
 def test_one_mask_for_all_heads_has_a_backend_of_its_own_and_no_key_head_s_density(without_kernel, monkeypatch):
     shared, query, key = [], torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
-    choose = attend.chosen_backend
+    choose = plans.chosen_backend
     monkeypatch.setattr(
-        attend, "chosen_backend", lambda *given, **named: shared.append("shared" in named) or choose(*given, **named)
+        plans, "chosen_backend", lambda *given, **named: shared.append("shared" in named) or choose(*given, **named)
     )
     for method, expected in (("streaming_llm", [False, True]), ("hybrid", [False])):
         shared.clear()
