@@ -26,6 +26,7 @@ from bench.ruler_model.prompts import TASKS, make_prompts
 from bench.ruler_model.vocabulary import TOKENS
 from bench.serving import table
 from bench.speed import calls
+from flexmask.selector import METHODS
 from tests.integrations.common import make_model
 from tests.integrations.families import VOCABULARY
 
@@ -110,6 +111,29 @@ def heads_of_patterns():
 def test_the_search_for_minference_finds_the_pattern_of_a_head():
     found = minference_plan.patterns_of(*heads_of_patterns(), scale=2.0)
     assert found == ["A-shape", "vertical-slash (30, 800)", "vertical-slash (3500, 100)", "block-sparse"]
+
+
+def test_compares_a_method_of_a_file(tmp_path):
+    file, empty = tmp_path / "near_blocks.py", tmp_path / "empty.py"
+    file.write_text(
+        "from flexmask.method import method\n\n\n"
+        "@method\ndef near_blocks_mask(problem, count=8):\n    return problem.diagonals(count)\n"
+    )
+    empty.write_text("x = 1\n")
+    try:
+        words = ["--out", "x.csv", "--methods", f"{file},hybrid"]
+        assert [x.method for x in settings.chosen(lengths.parse(words))] == [
+            "near_blocks",
+            *["hybrid"] * len(settings.FEW["hybrid"]),
+        ]
+        (setting,) = settings.chosen(lengths.parse(["--out", "x.csv", "--methods", str(file), "--options", '{"count": 2}']))
+        assert str(setting) == 'near_blocks {"count": 2}'
+        assert setting.selector().options == {"count": 2}
+    finally:
+        METHODS.pop("near_blocks", None)
+    for path, words in ((empty, "must define a method"), (tmp_path / "absent.py", "must name a file that is there")):
+        with pytest.raises(SystemExit, match=words):
+            settings.chosen(lengths.parse(["--out", "x.csv", "--methods", str(path)]))
 
 
 def test_a_searched_plan_is_one_of_minference():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexmask import block_masks as block_masks  # fills the table of methods
@@ -77,17 +79,36 @@ ALL: dict[str, list[Options]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--methods", type=lambda text: text.split(","), help=f"some of {','.join(ALL)}; none: {','.join(FEW)}")
+    parser.add_argument(
+        "--methods",
+        type=lambda text: text.split(","),
+        help=f"some of {','.join(ALL)}, and FILE.py for the methods that a file defines; none: {','.join(FEW)}",
+    )
     parser.add_argument("--curves", action="store_true", help="all settings of each method instead of a few")
     parser.add_argument(
         "--options", type=json_data, help='those of one method instead, as JSON like \'{"gamma": 0.97, "block_size": 64}\''
     )
 
 
+def methods_of(path: str) -> list[str]:
+    """The names of the methods that a Python file defines with the decorator `flexmask.method.method`."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise SystemExit(f"--methods must name a file that is there; got {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = [name for name, method in METHODS.items() if method.choose.__module__ == module.__name__]
+    if not found:
+        raise SystemExit(f"{path} must define a method with flexmask.method.method")
+    return found
+
+
 def chosen(arguments: argparse.Namespace) -> list[Setting]:
     """The checked settings that the arguments name."""
     table = ALL if arguments.curves else FEW
-    methods = arguments.methods or list(table)
+    named = arguments.methods or list(table)
+    own = {name: methods_of(name) for name in named if name.endswith(".py")}
+    methods = [method for name in named for method in own.get(name, [name])]
     if arguments.options is not None:
         if len(methods) != 1:
             raise SystemExit(f"--options need one method in --methods; got {','.join(methods)}")
@@ -95,10 +116,11 @@ def chosen(arguments: argparse.Namespace) -> list[Setting]:
         floor = {"min_coverage": METHODS["hybrid"].defaults["min_coverage"]} if methods == ["hybrid"] else {}
         found = [Setting(methods[0], {**floor, **arguments.options})]
     else:
-        unknown = [method for method in methods if method not in ALL]
+        of_files = [method for found in own.values() for method in found]
+        unknown = [method for method in methods if method not in (*ALL, *of_files)]
         if unknown:
             raise SystemExit(f"--methods must be some of {','.join(ALL)}; got {unknown[0]}")
-        found = [Setting(method, options) for method in methods for options in table.get(method, ALL[method])]
+        found = [Setting(method, options) for method in methods for options in table.get(method, ALL.get(method, [{}]))]
     for setting in found:
         setting.selector()
     return found
