@@ -26,6 +26,7 @@ def run(folder, monkeypatch):
     monkeypatch.chdir(folder / "docs/notebooks")
     path = list(sys.path)
     plt.switch_backend("agg")
+    plt.close("all")  # of other tests
 
     def run(found):
         cells = [cell for cell in found["cells"] if cell["cell_type"] == "code"]
