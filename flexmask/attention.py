@@ -238,6 +238,6 @@ def _planned(
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
     inputs = attention_inputs(query, key, value, **geometry)
-    made = plan_call(inputs, selector, call_options, return_lse)
+    made = plan_call(inputs, selector.for_inputs(inputs), call_options, return_lse)
     notice_dense(made.reason, query.shape[2])
     return made

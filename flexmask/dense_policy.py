@@ -22,7 +22,7 @@ CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43
 
 
 class DensePolicy(NamedTuple):
-    """When dense attention runs instead of a selection."""
+    """The conditions under which dense attention runs instead of a selection."""
 
     dense_below: int = DENSE_BELOW  # tokens; 0 switches the policy off, except for the two below
     least_rows: int = 2

@@ -16,7 +16,7 @@ from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
 from flexmask.select import Prepared, prepare_selection, select_blocks
-from flexmask.selector import METHODS, CallSelector, Selector
+from flexmask.selector import METHODS, CallSelector
 from flexmask.stats import STATISTICS, dense_stats, stats_of
 
 
@@ -30,7 +30,7 @@ class GroupPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How calls of one kind are served, from `flexmask.plan`; it holds what no layer's numbers change.
+    """The geometry, options, backend and groups of heads of attention calls; no layer's numbers. From `flexmask.plan`.
 
     Attributes
     ----------
@@ -95,7 +95,11 @@ class Plan:
                     raise ValueError(f"{name} must have the {what} {of(wanted)}, as planned; got {of(got)}")
         if needs_gradients(query, key, value, sinks) and not self.inputs.needs_grad:
             raise ValueError("query, key, value and sinks must not require gradients: the plan was made without")
-        return self.inputs.with_fields(**given)
+        inputs = self.inputs.with_fields(**given)
+        if self.groups:
+            # a mode may be on that was not when the plan was made
+            check_compiled_code_takes(inputs)
+        return inputs
 
     def without_tensors(self) -> Plan:
         """The same, which keeps no query, key, value or sinks."""
@@ -109,8 +113,6 @@ class Plan:
             if not self.groups:
                 stats = dense_stats(inputs.query) if statistics else None
                 return Attended(*dense_attention(inputs, self.return_lse), stats)
-            # a mode may be on that was not when the plan was made
-            check_compiled_code_takes(inputs)
             measured = statistics if self.reason is None else ()
             whole = inputs.prepared_with(self.offset, self.absent)
             outputs, selections, dense = None, [], []
@@ -134,25 +136,25 @@ class Plan:
 
 
 def plan_call(
-    inputs: AttentionInputs, selector: Selector, options: CallOptions, return_lse: bool = False, at_any_length: bool = False
+    inputs: AttentionInputs, selector: CallSelector, options: CallOptions, return_lse: bool = False, at_any_length: bool = False
 ) -> Plan:
     """Decide: dense with few tokens or rows, unless `at_any_length`, or where every head keeps every block; else by key head."""
     policy, num_heads, num_kv_heads = options.policy, inputs.query.shape[1], inputs.key.shape[1]
-    of_call, per_key = selector.for_inputs(inputs), num_heads // num_kv_heads
+    per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all
     fits = policy.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
     reason = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
     if reason is None and fits:
-        reason = policy.by_selection(of_call.keeps_all)
+        reason = policy.by_selection(keeps_all)
     if reason is not None:
         return dense_plan(inputs, selector.block_size, options, reason, return_lse)
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if not fits or inputs.needs_grad or is_traced():
-        return _in_groups(inputs, of_call, options, None, return_lse, (False,) * num_kv_heads)
+        return _in_groups(inputs, selector, options, None, return_lse, (False,) * num_kv_heads)
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
     reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
-    dense = tuple([all(of_call.keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
+    dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
     most_kept = CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
-    return _in_groups(inputs, of_call, options, None, return_lse, dense, most_kept)
+    return _in_groups(inputs, selector, options, None, return_lse, dense, most_kept)
 
 
 def dense_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False) -> Plan:

@@ -31,7 +31,7 @@ MOST_NUMBERS = 2**27
 
 
 class Prepared(NamedTuple):
-    """What a selection takes that no layer's numbers change."""
+    """The part of a selection that no layer's numbers change."""
 
     selector: CallSelector
     options: dict[str, Any]  # as the method takes them (`as_taken`)

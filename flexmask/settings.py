@@ -219,7 +219,7 @@ Named = PrefillSettings | Mapping[str, Any]
 def named_settings(
     method: str | Callable[..., BlockMask] | None = None, settings: PrefillSettings | str | Path | None = None, **options: Any
 ) -> Named:
-    """What a caller names: whole `settings`, an object or a file, or keywords, which are not checked yet."""
+    """Take what a caller names: whole `settings`, an object or a file, or keywords, which are not checked yet."""
     if settings is None:
         return options if method is None else {"method": method, **options}
     if method is not None or options:
@@ -288,7 +288,7 @@ def effective_settings(named: PrefillSettings | None, *configs: Any) -> tuple[Pr
     if named is not None:
         return named, "named"
     of_config = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
-    return (_defaults(), "defaults") if of_config is None else (of_config, "config")
+    return (default_settings(), "defaults") if of_config is None else (of_config, "config")
 
 
-_defaults = functools.cache(PrefillSettings)
+default_settings = functools.cache(PrefillSettings)

@@ -161,8 +161,7 @@ def sparse_attention_varlen(
     )
     filled = [segment for segment in segments if segment.q_len > 0]
     problems = [segment.of(pack) for segment in filled]
-    for inputs in problems:
-        selector.for_inputs(inputs)  # short sequences are checked too
+    selectors = [selector.for_inputs(inputs) for inputs in problems]
     if backend != "auto":
         chosen_backend(backend, pack, block_size, return_lse)
 
@@ -173,12 +172,12 @@ def sparse_attention_varlen(
         notice_dense(reason, segment.q_len)
     dense = iter(dense_attention_packed(pack, short, return_lse, backend))
     served = []
-    for inputs, reason in zip(problems, reasons, strict=True):
+    for inputs, of_call, reason in zip(problems, selectors, reasons, strict=True):
         if reason is not None:
             served.append(Attended(*next(dense)))
             continue
         # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
-        plan = plan_call(inputs, selector, call_options, return_lse)
+        plan = plan_call(inputs, of_call, call_options, return_lse)
         notice_dense(plan.reason, inputs.query.shape[2])
         served.append(plan.attend(inputs, statistics))
     out = torch.cat([part.out for part in served], 2)[0].transpose(0, 1).contiguous()

@@ -1,1 +1,1 @@
-"""What models answer behind a sparse prefill: prompts with exact answers, their evaluation, tables."""
+"""Answers of models behind a sparse prefill: prompts with exact answers, their evaluation, tables."""

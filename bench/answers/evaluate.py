@@ -102,7 +102,7 @@ def parts_right(tokenizer: Any, row: Row, right: Tensor) -> float:
 
 
 def evaluate(model: Any, tokenizer: Any, row: Row, setting: Row, options: argparse.Namespace) -> Row:
-    """What one setting makes of one prompt."""
+    """Measure one setting on one prompt."""
     ids, answer = (
         tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
         for text in (row["prompt"], row["answer"])

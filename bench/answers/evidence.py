@@ -1,4 +1,4 @@
-"""How much of the evidence of an answer a selection keeps."""
+"""Measure how much of the evidence of an answer a selection keeps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_spans(tokenizer: Any, text: str, characters: Sequence[Sequence[int]]) 
 
 
 def kept_blocks(mask: BlockMask, columns: Tensor) -> Tensor:
-    """Whether each query block keeps these key blocks, bool (batch, num_heads, query_blocks, columns)."""
+    """Mark the query blocks that keep these key blocks, bool (batch, num_heads, query_blocks, columns)."""
     kept = torch.zeros((*mask.kv_num_blocks.shape, len(columns)), dtype=torch.bool, device=columns.device)
     for counts, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):
         if counts is None or indices is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench.fidelity import smollm
 from bench.fidelity.sparse_model import SparseModel
@@ -66,18 +66,9 @@ class Search(SparseModel):
         super().__init__(model)
         self.found: dict[int, list[str]] = {}
 
-    def _attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        self.found[int(module.layer_idx)] = patterns_of(query, key, scaling)  # type: ignore[arg-type]  # an int
-        return super()._attend(module, query, key, value, attention_mask, scaling)
+    def _attend(self, module: Any, query: Tensor, key: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, None]:
+        self.found[module.layer_idx] = patterns_of(query, key, named.get("scaling"))
+        return super()._attend(module, query, key, *rest, **named)
 
     def options(self) -> dict[str, Any]:
         """Those of `minference`, by layer."""

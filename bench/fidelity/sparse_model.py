@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 
 from bench.decoding import CACHE, decode, prefill
@@ -78,7 +78,7 @@ class SparseModel:
 
     def _attend(
         self,
-        module: nn.Module,
+        module: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -86,7 +86,7 @@ class SparseModel:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        inputs, layer = attention_inputs(query, key, value, scale=scaling), int(module.layer_idx)  # type: ignore[arg-type]  # an int
+        inputs, layer = attention_inputs(query, key, value, scale=scaling), module.layer_idx
         if query.shape[2] == 1 or self._setting is None:
             out = dense_attention(inputs)[0]
         else:

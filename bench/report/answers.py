@@ -1,4 +1,4 @@
-"""What Qwen2.5-Coder-1.5B-Instruct answers behind a sparse prefill, by task; rows of `bench.answers`."""
+"""Answers of Qwen2.5-Coder-1.5B-Instruct behind a sparse prefill, by task; rows of `bench.answers`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def _least(gamma, gamma_bits, most, head, batch, MULTIPLE: tl.constexpr, BY_HEAD
 
 
 def _read(gamma: Number, problem: BlockProblem) -> tuple[Tensor, int, bool]:
-    """What kernels read of gamma: a tensor by head, or the bits of a float64."""
+    """Gamma as kernels read it: a tensor by head, or the bits of a float64."""
     if isinstance(gamma, Tensor):
         return gamma, 0, True
     return problem.edges.most, struct.unpack("q", struct.pack("d", gamma))[0], False

@@ -105,7 +105,7 @@ class Common(NamedTuple):
         return by_name
 
     def prefill_settings(self, for_model: bool = True) -> NamedSettings | None:
-        """What names settings: those of the file, with the options over them, or the options alone; None for the model's own.
+        """Settings by name: those of the file, with the options over them, or the options alone; None for the model's own.
 
         Options alone are checked as far as that goes without the settings that the model has saved (`for_model`).
         """

@@ -103,7 +103,7 @@ def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _block_tables(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the blocks of aligned sequences hold, int32, by query block, (num_q_blocks, 5), and by key block, (num_kv_blocks, 2).
+    """Give the contents of blocks of aligned sequences, int32: by query block (num_q_blocks, 5), by key block (num_kv_blocks, 2).
 
     First row or key and end of its sequence, in the pack; of a query block also the row's position, first and end of its keys, in
     the aligned copy.

@@ -22,7 +22,7 @@ from flexmask.integrations.huggingface.scope import is_scoped, module_of, noted,
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
-from flexmask.selector import Selector
+from flexmask.selector import CallSelector, Selector
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
 
@@ -72,7 +72,7 @@ def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefi
 _DENSE = PrefillSettings(dense_below=sys.maxsize)
 
 
-Plans = dict[Any, Plan]  # by kind of layer, `PrefillCall.plan`
+Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `PrefillCall.plan`
 
 
 class PrefillCall(NamedTuple):
@@ -121,18 +121,20 @@ class PrefillCall(NamedTuple):
         kind = (id(settings), special, self.sequence, *shapes, *numbers)
         plans = {} if self.plans is None else self.plans
         if kind not in plans:
-            plans[kind] = self._new_plan().without_tensors()
-        return plans[kind]
+            # the settings too: another object could take their id
+            plans[kind] = self._new_plan().without_tensors(), settings
+        return plans[kind][0]
 
     def _new_plan(self) -> Plan:
         options, size = self.settings.call_options, self.selector.block_size
         reason = self.reason_no_mask()
         if reason is not None:
             return dense_plan(self.inputs, size, options, reason)
-        reason = self.reason_dense_layer()
+        selector = self.selector.for_inputs(self.inputs)
+        reason = self._reason_dense_layer(selector)
         if reason is not None:
             return every_block_plan(self.inputs, size, options, reason)
-        return plan_call(self.inputs, self.selector, options)
+        return plan_call(self.inputs, selector, options)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, of the sequences of a pack in the batch rows one after the other."""
@@ -160,13 +162,13 @@ class PrefillCall(NamedTuple):
         policy = self.settings.call_options.policy
         return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
 
-    def reason_dense_layer(self) -> str | None:
+    def _reason_dense_layer(self, selector: CallSelector) -> str | None:
         """Reason for a dense layer at any length."""
-        policy, keeps_all = self.settings.call_options.policy, self.selector.for_inputs(self.inputs).keeps_all
-        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
+        policy = self.settings.call_options.policy
+        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(selector.keeps_all)
 
     def reason_dense(self) -> str | None:
-        return self.reason_no_mask() or self.reason_dense_layer()
+        return self.reason_no_mask() or self._reason_dense_layer(self.selector.for_inputs(self.inputs))
 
 
 def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:

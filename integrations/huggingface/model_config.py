@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
 from flexmask.layer_heads import note_heads
-from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, merged, named_settings, saved_settings
+from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, default_settings, merged, named_settings, saved_settings
 
 _of_process: Named = {}
 
@@ -31,7 +31,7 @@ def settings_for(config: Any, named: Named | None = None) -> PrefillSettings:
         return named
     base = _of_process
     if not isinstance(base, PrefillSettings):
-        base = merged(saved_settings(config) or PrefillSettings(), base)
+        base = merged(saved_settings(config) or default_settings(), base)
     return merged(base, named or {})
 
 

@@ -1,4 +1,4 @@
-"""Where the sequences of packed prompts begin: by ids, by bounds, or by positions that restart."""
+"""The beginnings of packed sequences: by ids, by bounds, or by positions that restart."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def attend(
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
         inputs = attention_inputs(*tensors, sinks=sinks, **geometry)
         # the plan of the step has decided about lengths
-        plan = plan_call(inputs, layer.selector, layer.call_options, at_any_length=True)
+        plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:
             plans[kind] = plan.without_tensors()
     else:

@@ -141,7 +141,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
 
 
 def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
-    """Why a layer runs a planned step stock, if so."""
+    """Give the reason if a layer runs a planned step stock."""
     if step.lengths != lengths_of(forward_batch):
         return "layers get another batch than was planned"
     if k is None or v is None:

@@ -143,7 +143,7 @@ def shape_of(layer: Any) -> LayerShape:
 
 
 def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
-    """Why a layer runs stock in every step, if so; its keys and values are in `pool`."""
+    """Give the reason if a layer runs stock in every step; its keys and values are in `pool`."""
     # a pool of the attention layers beside those that keep a state
     if type(pool).__name__ == "HybridLinearKVPool":
         pool = pool.full_kv_pool

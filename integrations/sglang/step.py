@@ -51,7 +51,7 @@ def lengths_of(forward_batch: Any) -> Lengths | None:
 
 
 def step_reason(forward_batch: Any) -> str | None:
-    """Why no prompt of a batch runs sparse, if so."""
+    """Give the reason if no prompt of a batch may run sparse."""
     given = [name for name in STOCK_FIELDS if getattr(forward_batch, name, None) is not None]
     if given:
         return f"a batch has {', '.join(given)}"

@@ -93,7 +93,7 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
 
 
 def step_reason(common: Any) -> str | None:
-    """Why all rows of a step run stock, if so."""
+    """Give the reason if all rows of a step run stock."""
     if common.causal is not True:
         return "attention of a step is not causal"
     if common.seq_lens_cpu_upper_bound is None:

@@ -161,7 +161,7 @@ def shape_of(given: Mapping[str, Any]) -> LayerShape:
 
 
 def layer_reason(given: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Why a layer runs stock in every step, if so, by the arguments of vLLM's implementation."""
+    """Give the reason if a layer runs stock in every step, by the arguments of vLLM's implementation."""
     is_latent = "kv_lora_rank" in given
     unknown = [name for name in given if name not in (LATENT_ARGUMENTS if is_latent else ARGUMENTS)]
     cache, caches = given.get("kv_cache_dtype") or "auto", () if is_latent else FP8_CACHES

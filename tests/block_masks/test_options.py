@@ -21,7 +21,7 @@ COUNTS = [
 
 
 def described(name, option):
-    """What a docstring says about an option."""
+    """Read what a docstring says about an option."""
     text = inspect.getdoc(MASKS[name])
     return re.search(rf"^(?:\w+, )*{option}(?:, \w+)*\n((?: .*\n?)+)", text, re.MULTILINE).group(1)
 

@@ -1,4 +1,4 @@
-"""What commands read: weights that fit or not, texts byte by byte, prompts that a model can read, transformers' own words."""
+"""Inputs of commands: weights that fit or not, texts byte by byte, prompts that a model can read, transformers' own words."""
 
 import io
 import json

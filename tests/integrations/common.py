@@ -54,7 +54,7 @@ def padded(tokens, number=70):
 
 
 def is_open(model):
-    """Whether a block is, in any thread."""
+    """True if a block is, in any thread."""
     assert model.config._attn_implementation in ("sdpa", "flexmask:SDPA")
     return model.config._attn_implementation != "sdpa"
 

@@ -62,6 +62,17 @@ def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, 
     assert all(run_alone)
 
 
+def test_layers_by_name_share_a_plan(model, tokens, monkeypatch):
+    made, planned = [], call.plan_call
+    monkeypatch.setattr(call, "plan_call", lambda *arguments: made.append(planned(*arguments)) or made[-1])
+    flexmask_hf.configure(model, **SPARSE)
+    flexmask_hf.register()
+    model.set_attn_implementation("flexmask")
+    for _ in range(2):
+        model(tokens)
+    assert len(made) == 2
+
+
 @pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
 def test_collects_what_is_asked_for(model, tokens, collected):
     stats, masks = collected

@@ -23,7 +23,7 @@ _MASKS = 2
 
 
 def beyond(row, rows, rounding, masks):
-    """Why a row is not explained; None if it is, or if it only gives the scale of others.
+    """Give the reason if a row is not explained; None if it is, or if it only gives the scale of others.
 
     `rounding` is `VLLM` or `SGLANG`; `masks` are rows of the adapter in bfloat16 and float32.
     """

@@ -1,4 +1,4 @@
-"""What servers turn on, in vLLM on a CPU: separate servers for prefill and decoding, guessed tokens."""
+"""Features that servers turn on, in vLLM on a CPU: separate servers for prefill and decoding, guessed tokens."""
 
 import pytest
 
