@@ -208,6 +208,19 @@ def test_kernels_are_specialized_on_strides_only(monkeypatch, maps):
 
 # Inside of a caller's torch.compile the kernels are one operator, flexmask::select
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
+    query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
+    inputs = attention_inputs(query, key).with_offset()
+    selector = Config(**EVERYTHING, method=method).selector
+    with by_kernels():
+        prepared = select.prepare_selection(selector.for_inputs(inputs), inputs)
+        assert isinstance(prepared.options["gamma"], float) and 0 < prepared.options["gamma"] < 1
+        found = select._as_one_operator(prepared, inputs, False, ())
+        expected = select.select_blocks(prepared, inputs)
+    assert all(map(torch.equal, found.lists, expected.lists))
+
+
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 @pytest.mark.parametrize(("with_map", "statistics"), [(False, ()), (False, FROM_LISTS), (True, STATISTICS)], ids=str)
 def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
