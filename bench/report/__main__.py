@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.report import answers, fidelity, first_token, leaderboard, should_i_use_it, speed, trained
+from bench.report import answers, fidelity, first_page, first_token, leaderboard, should_i_use_it, speed, trained
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +21,7 @@ FILLED = (
     "docs/try-it.md",
     "docs/options.md",
     "docs/performance.md",
+    "docs/serving.md",
     "bench/FIDELITY.md",
     "bench/REPORT.md",
     "bench/LEADERBOARD.md",
@@ -34,11 +35,12 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **first_token.TABLES,
     **trained.TABLES,
     **answers.TABLES,
+    **first_page.TABLES,
 }
 FIGURES: dict[str, Callable[..., None]] = {
     "fidelity-by-density": fidelity.draw_by_density,
     "fidelity-trained": partial(fidelity.draw_by_density, length=32768, yarn=1, model=trained.NAME),
-    "gain-and-price": trained.draw_gain_and_price,
+    "gain-and-price": first_page.draw_gain_and_price,
     "speed-calls": speed.draw_calls,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

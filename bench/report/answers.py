@@ -20,14 +20,18 @@ FILE = "answers-nvidia-h200.jsonl"
 SETTINGS = ("hybrid 0.9", "hybrid 0.95", "flexprefill 0.65", "xattention 0.8")
 
 
+def pairs(folder: Path, length: int, chunk: int | None = None, against: str = "dense") -> dict[tuple[str, str], table.Pairs]:
+    """By task and setting, of prompts of a length."""
+    rows = [row for row in read_rows(folder / FILE) if (row["length"], row["chunk"]) == (length, chunk)]
+    return table.paired((row for row in rows if row["setting"] in {against, *SETTINGS}), against)
+
+
 def by_task(folder: Path = FOLDER, length: int = 32768, chunk: int | None = None, against: str = "dense") -> list[str]:
     """Right parts of `against` on the most prompts; of each other setting the change in points, dlp, density and prompts of both.
 
     The last line has RULER's mean of each setting that ran all of its tasks; its interval draws prompts within tasks.
     """
-    wanted = {against, *SETTINGS}
-    rows = [row for row in read_rows(folder / FILE) if (row["length"], row["chunk"]) == (length, chunk)]
-    found = table.paired((row for row in rows if row["setting"] in wanted), against)
+    found = pairs(folder, length, chunk, against)
     settings = list(dict.fromkeys(label for _, label in found))
     lines = []
     for task in TASKS:
@@ -51,17 +55,28 @@ def _cell(pairs: table.Pairs) -> str:
     return f"{points}; {mean:+.2f} ± {error:.2f}; {percent(pairs.mean(pairs.ours, 'density'))}; {len(changes)}"
 
 
+def changes_of_means(tasks: list[table.Pairs]) -> tuple[float, float, tuple[float, float]]:
+    """Right parts of 100, mean of the tasks: of the others, of ours, and the interval of the change."""
+    before, after = (
+        100 * float(np.mean([each.mean(rows, "parts") for each in tasks for rows in [getattr(each, of)]]))
+        for of in ("others", "ours")
+    )
+    low, high = table.of_task_means([each.differences("parts") for each in tasks])
+    return before, after, (100 * low, 100 * high)
+
+
 def _mean(tasks: list[table.Pairs]) -> str:
     if not tasks:
         return "-"
-    changes = [pairs.differences("parts") for pairs in tasks]
-    points = table.points(float(np.mean([np.mean(each) for each in changes])), table.of_task_means(changes))
-    density = float(np.mean([pairs.mean(pairs.ours, "density") for pairs in tasks]))
-    return f"{points}; {percent(density)}; {sum(map(len, changes))}"
+    before, after, (low, high) = changes_of_means(tasks)
+    density = float(np.mean([each.mean(each.ours, "density") for each in tasks]))
+    count = sum(len(each.ours) for each in tasks)
+    return f"{after - before:+.1f} [{low:+.1f}, {high:+.1f}]; {percent(density)}; {count}"
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "answers": by_task,
     "answers-against-hybrid": partial(by_task, against="hybrid 0.9"),
     "answers-chunks": partial(by_task, chunk=8192),
+    "answers-64k": partial(by_task, length=65536),
 }

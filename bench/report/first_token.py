@@ -42,6 +42,13 @@ def vllm_h100(folder: Path = FOLDER, **wanted: Any) -> pd.DataFrame:
     return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 
+def vllm_engines_in_turns(folder: Path, model: str, chunk: int | None) -> pd.DataFrame:
+    """Times of vLLM 0.33 on an H200: stock and hybrid engines on one GPU that answered in turns."""
+    found = vllm_rows(folder, "first_seconds", chunk=chunk, model=model, vllm="0.33.0", device="NVIDIA H200")
+    rows = pd.DataFrame([row for row in found if row["run"].endswith(", in turns")])
+    return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
+
+
 def sglang(folder: Path = FOLDER, gpu: str = "h200", kernel: str = "fa3") -> pd.DataFrame:
     rows = pd.read_csv(folder / f"sglang-nvidia-{gpu}.csv")
     alone = (rows["prompts"] == 1) & (rows["new_tokens"] == 1) & (rows["kernel"] == kernel)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from bench.intervals import of_mean
-from bench.report import LINES
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
 from bench.report.first_token import IN_CHUNKS, vllm_h100, vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
@@ -65,47 +63,6 @@ def _means(lengths: list[int], folder: Path) -> list[str]:
         mean = f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" + (f" ({number} tasks)" if number < most else "")
         cells.append(f"{mean}{interval(*of_mean(change), '+.1f')}")
     return cells
-
-
-def brief(folder: Path = FOLDER) -> list[str]:
-    """A column per length: speedups in chunks of 8k, and RULER's mean of whole prompts."""
-    lengths = [tokens for tokens in _YARN if tokens > 16384]
-    shape = vllm_h100(folder, run=IN_CHUNKS, chunk=8192)["ratio"]
-    rows = [
-        ["1.5B, first token", *(f"{ratio:.2f}x" for ratio in _chunked(folder)[8192]["ratio"].loc[lengths])],
-        ["8B shape, first token", *(f"{ratio:.2f}x" for ratio in shape)],
-        ["1.5B, RULER", *_means(lengths, folder)],
-    ]
-    return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
-
-
-def draw_gain_and_price(axes: Any, folder: Path = FOLDER) -> None:
-    """Speedups of first tokens by length, beside RULER's change by task at 32k."""
-    whole, ruler = first_tokens(folder)["ratio"], scores(32768, folder)
-    axes.axis("off")
-    left, right = axes.inset_axes((0.0, 0.0, 0.38, 0.92)), axes.inset_axes((0.64, 0.0, 0.36, 0.92))
-    lines = {
-        "1.5B, whole prompts": whole.loc[32768:],
-        "1.5B, chunks of 8k": _chunked(folder)[8192]["ratio"].loc[32768:],
-        "8B shape, chunks of 8k": vllm_h100(folder, run=IN_CHUNKS, chunk=8192)["ratio"],
-    }
-    for (name, ratios), (colour, marker, dash) in zip(lines.items(), LINES, strict=False):
-        left.plot(range(len(ratios)), list(ratios), color=colour, marker=marker, linestyle=dash, label=name)
-    left.axhline(1, color="#888888", linewidth=0.8)
-    left.set_xticks(range(3), ["32k", "64k", "128k"])
-    left.set(ylim=(0, None), xlabel="tokens", title="first token: dense time / ours")
-    left.legend(frameon=False, fontsize=8)
-    tasks = sorted(ruler.index.get_level_values("task").unique(), reverse=True)
-    for shift, method, (colour, marker, _) in zip((0.15, -0.15), _RULER, LINES, strict=False):
-        changes = [list((ruler[method] - ruler["dense"]).dropna().loc[task]) for task in tasks]
-        means, bounds = [float(np.mean(each)) for each in changes], [of_mean(each) for each in changes]
-        errors = np.abs([[mean - low, high - mean] for mean, (low, high) in zip(means, bounds, strict=True)]).T
-        places = np.arange(len(tasks)) + shift
-        right.errorbar(means, places, xerr=errors, fmt=marker, color=colour, markersize=4, label=method.split(", ")[1])
-    right.axvline(0, color="#888888", linewidth=0.8)
-    right.set_yticks(range(len(tasks)), tasks, fontsize=8)
-    right.set(xlabel="points", title="RULER at 32k: change, whole prompts")
-    right.legend(frameon=False, fontsize=8, loc="lower left")
 
 
 def _named(tokens: int) -> str:
@@ -190,7 +147,6 @@ def chunks(folder: Path = FOLDER) -> list[str]:
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "trained": table,
-    "trained-brief": brief,
     "trained-settings": settings,
     "trained-chunks": chunks,
     "trained-methods": methods,
