@@ -97,14 +97,6 @@ def test_the_first_round_compiles_and_medians_of_the_others_count(flexmask, fold
     assert ["hybrid", f"{found['density']:.1%}", "1", "s", "1.50x", "1.00", "to", "3.00"] in lines
 
 
-@pytest.mark.attention
-def test_after_a_gain_a_line_to_paste_switches_it_on(flexmask, folder, prompt, clock):
-    clock += [1.0, 2.0]
-    said = flexmask("gain", folder, "--prompt", prompt, *SPARSE).stdout
-    options = "gamma=0.6, min_budget=0, dense_below=0, block_size=32"
-    assert f"To use it: with flexmask.sparse_prefill(model, {options}): model.generate(**inputs)" in said
-
-
 FORETOLD = """timing one layer on 530 tokens
 By one layer's time a dense prefill of 530 tokens takes 50 s.
 timing one sparse, which compiles first (half a minute or more)
@@ -114,9 +106,12 @@ Next: 4 of each, in turns, about 6.0 min in all.
 
 
 @pytest.mark.attention
-def test_the_wait_is_foretold_and_every_prefill_has_its_line(flexmask, folder, prompt, clock):
+def test_the_wait_is_foretold_every_prefill_has_its_line_and_a_gain_one_to_paste(flexmask, folder, prompt, clock):
     clock += [40.0, 50.0]
-    said = flexmask("gain", folder, "--prompt", prompt, *SPARSE).stderr  # no terminal
+    result = flexmask("gain", folder, "--prompt", prompt, *SPARSE)
+    options = "gamma=0.6, min_budget=0, dense_below=0, block_size=32"
+    assert f"To use it: with flexmask.sparse_prefill(model, {options}): model.generate(**inputs)" in result.stdout
+    said = result.stderr  # no terminal
     assert FORETOLD in said
     lines = [line for line in said.partition(FORETOLD)[2].splitlines() if line.startswith("prefill ")]
     assert (lines[0], lines[-1]) == ("prefill 1 of 8, sparse: 40 s", "prefill 8 of 8, dense: 50 s")
@@ -152,7 +147,7 @@ def test_a_prompt_that_takes_longer_is_refused_before_a_prefill(flexmask, folder
     assert "prefill 1 of" not in result.stderr
 
 
-def test_a_layer_foretells_a_prefill(monkeypatch):
+def test_a_layer_foretells_a_prefill_and_progress_goes_by_layer(monkeypatch):
     model, now, ran = make_model(num_hidden_layers=3).eval(), [0.0], []
     monkeypatch.setattr(gain_model, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     for number, layer in enumerate(model.model.layers):
@@ -166,20 +161,13 @@ def test_a_layer_foretells_a_prefill(monkeypatch):
     with torch.no_grad():
         assert gain_model.pass_seconds(model, ids) == 6.0  # 3 layers of 2 s: the first also warms up
         assert ran == [0, 1]
+        steps = []
+        with gain_model.by_layer(model, 2, lambda *step: steps.append(step)):
+            model(ids)
+        assert steps == [(1, 6), (2, 6), (3, 6)]
         model(ids)
-        assert ran == [0, 1, 0, 1, 2]  # the hooks are gone
+        assert (ran[2:], len(steps)) == ([0, 1, 2] * 2, 3)  # the hooks are gone
         assert gain_model.pass_seconds(make_model(num_hidden_layers=1), ids) == 0.0  # the prefill itself
-
-
-def test_progress_goes_by_layer(folder):
-    model, steps = AutoModelForCausalLM.from_pretrained(folder), []
-    with torch.no_grad(), gain_model.by_layer(model, 2, lambda *step: steps.append(step)):
-        for _ in range(2):
-            model(torch.arange(20)[None])
-    total = len(steps)
-    assert total >= 4 and steps == [(number, total) for number in range(1, total + 1)]
-    model(torch.arange(20)[None])
-    assert len(steps) == total  # the hooks are gone
 
 
 def test_a_short_prompt_gains_nothing_and_is_not_timed(flexmask, folder, prompt):
