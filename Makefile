@@ -34,7 +34,7 @@ help: ## this list
 
 install: $(READY) ## make VENV and install flexmask with what it is developed with
 
-demo: $(READY) ## a trained model's answers with all blocks and with a part of them (one minute of CPU)
+demo: $(READY) ## a trained model's answers with all blocks and with a part of them (90 s of CPU)
 	$(RUN) -m bench.demo $(ARGS)
 
 # One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.
