@@ -34,7 +34,7 @@ help: ## this list
 
 install: $(READY) ## make VENV and install flexmask with what it is developed with
 
-demo: $(READY) ## a trained model's answers with all blocks and with a part of them (one minute of CPU)
+demo: $(READY) ## a trained model's answers with all blocks and with a part of them (90 s of CPU)
 	$(RUN) -m bench.demo $(ARGS)
 
 # One pytest for the tests and for the examples in the docstrings; a module whose optional package is missing is skipped.
@@ -111,7 +111,7 @@ test-wheel: $(READY) ## wheel and sdist built, and installed into a clean enviro
 docs: $(READY_DOCS) ## the documents as a site in site/ (python -m http.server -d site shows it); a warning fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build $(ARGS)
 
-docs-browse: docs ## every page of the site in a headless Chromium; what a page writes to the console fails
+docs-browse: docs ## every page of the site in a headless Chromium, wide and narrow
 	$(RUN) docs/browse.py $(ARGS)
 
 clean: ## remove what tools and builds leave behind; environments stay

@@ -1,12 +1,14 @@
-"""Open every page of the built site in a headless Chromium: ``python docs/browse.py``, or ``make docs-browse``.
+"""Open every page of the built site in a headless Chromium, wide and narrow: ``python docs/browse.py``, or ``make docs-browse``.
 
-Fails on console output, missing pictures, resources from elsewhere and long tables that do not sort. ``--screenshots FOLDER``
-also draws each page, wide and narrow.
+Fails on console output, broken pictures, resources from elsewhere, long tables that do not sort and pages wider than their
+window. ``--screenshots FOLDER`` also draws each page.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -36,11 +38,38 @@ FLAGS = (
     # whatever the site does not have fails, and says so on the console
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-WIDTHS = {"wide": "1400,1100", "narrow": "420,900"}
+WIDTHS = {"wide": 1400, "narrow": 390}  # pixels; Chromium's own windows have at least 500
 SECONDS = 90
+# opens the page behind its question mark in a frame of each width, and lists what is wrong there
+_FRAMES = """<!doctype html><title>frames</title><body><pre></pre><script>
+const faults = ([name, width], page) => {
+  const found = [], root = page.documentElement;
+  if (!page.querySelector(".md-content")) found.push("the page is empty");
+  for (const image of page.images) if (!image.naturalWidth) found.push(`broken picture ${image.getAttribute("src")}`);
+  for (const table of page.querySelectorAll("table"))  // docs/tables.js marks tables of more than ten rows
+    if (table.rows.length > 11 && !("sorts" in table.dataset)) found.push("a long table does not sort");
+  if (root.scrollWidth > root.clientWidth) found.push(`${root.scrollWidth} pixels wide`);
+  return found.map(fault => `${name}, ${width} pixels: ${fault}`);
+};
+Promise.all(Object.entries(WIDTHS).map(width => new Promise(done => {
+  const frame = document.createElement("iframe");
+  frame.style = `width: ${width[1]}px; height: 1000px; border: 0`;
+  frame.onload = () => setTimeout(() => done(faults(width, frame.contentDocument)), 1000);
+  frame.src = location.search.slice(1);
+  document.body.append(frame);
+}))).then(found => document.querySelector("pre").textContent = JSON.stringify(found.flat()));
+</script>""".replace("WIDTHS", json.dumps(WIDTHS))
 
 
 class _Files(SimpleHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if not self.path.startswith("/frames?"):
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(_FRAMES.encode())
+
     def log_message(self, *arguments: Any) -> None:
         pass
 
@@ -64,20 +93,14 @@ def open_page(browser: str, address: str, *flags: str) -> tuple[str, list[str]]:
 
 def problems(browser: str, page: Path, site: str) -> list[str]:
     """Faults of one page."""
-    html, console = open_page(browser, f"{site}/{page.relative_to(SITE)}", "--dump-dom")
+    shown, console = open_page(browser, f"{site}/frames?{page.relative_to(SITE).as_posix()}", "--dump-dom")
     found = [line.partition("CONSOLE")[2] for line in console]
-    if "md-content" not in html:
-        found.append("the page is empty")
-    # docs/tables.js marks tables of more than ten rows
-    tables = re.findall(r"<table([^>]*)>(.*?)</table>", html, re.DOTALL)
-    found += ["a long table does not sort" for head, rows in tables if rows.count("<tr") > 11 and "data-sorts" not in head]
-    for name, source in re.findall(r"<(img|script|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", html):
-        if re.match(r"https?:|//", source) and not source.startswith(site):
+    listed = re.search(r"<pre>(\[.*?\])</pre>", shown, re.DOTALL)
+    found += json.loads(html.unescape(listed[1])) if listed else ["the page did not load"]
+    for name, source in re.findall(r"<(img|script|link)\b[^>]*?\b(?:src|href)=\"([^\"]+)\"", page.read_text(encoding="utf-8")):
+        if re.match(r"https?:|//", source):
             found.append(f"{name} from elsewhere: {source}")
-        elif (
-            not source.startswith(("data:", "#", "blob:", site))
-            and not (page.parent / source.partition("?")[0].partition("#")[0]).exists()
-        ):
+        elif not source.startswith(("data:", "#")) and not (page.parent / re.split("[?#]", source)[0]).exists():
             found.append(f"{name} is missing: {source}")
     return found
 
@@ -103,9 +126,9 @@ def main() -> None:
             print(f"{name}: {'; '.join(found) or 'ok'}", flush=True)
             if options.screenshots is not None:
                 options.screenshots.mkdir(parents=True, exist_ok=True)
-                for width, size in WIDTHS.items():
+                for width, pixels in WIDTHS.items():
                     picture = options.screenshots.resolve() / f"{'-'.join(name.with_suffix('').parts)}-{width}.png"
-                    open_page(browser, f"{site}/{name}", f"--window-size={size}", f"--screenshot={picture}")
+                    open_page(browser, f"{site}/{name}", f"--window-size={pixels},1000", f"--screenshot={picture}")
     sys.exit(1 if wrong else 0)
 
 

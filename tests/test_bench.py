@@ -26,6 +26,7 @@ from bench.ruler_model.prompts import TASKS, make_prompts
 from bench.ruler_model.vocabulary import TOKENS
 from bench.serving import table
 from bench.speed import calls
+from flexmask.block_masks import streaming_llm_mask
 from flexmask.selector import METHODS
 from tests.integrations.common import make_model
 from tests.integrations.families import VOCABULARY
@@ -70,23 +71,24 @@ def test_a_knob_is_searched_until_the_mask_keeps_as_much():
     assert kept == calls.density(TENSORS, "hybrid", options) == pytest.approx(float(stats.density.mean()))
 
 
+IDS = torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(1))
 WINDOW = Setting("streaming_llm", {"sink_blocks": 1, "window_blocks": 1})
 
 
 def test_the_model_attends_to_what_the_method_keeps():
-    model, ids = SparseModel(make_model()), torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(1))
-    dense = model.log_probs(ids)
+    model = SparseModel(make_model())
+    dense = model.log_probs(IDS)
     with model.attending(Setting("causal", {})):
-        torch.testing.assert_close(model.log_probs(ids), dense, atol=1e-4, rtol=0)
+        torch.testing.assert_close(model.log_probs(IDS), dense, atol=1e-4, rtol=0)
     assert model.density() == 1
     with model.attending(WINDOW):
-        near = model.log_probs(ids)
+        near = model.log_probs(IDS)
     # its own block and the first
     assert (model.density(), model.density(2, 3), model.density(2)) == pytest.approx((0.7, 2 / 3, 4 / 7))
     torch.testing.assert_close(near[:255], dense[:255], atol=1e-4, rtol=0)
     assert (near[256:] - dense[256:]).abs().max() > 1e-3
     with model.attending(Setting("streaming_llm", {**WINDOW.options, "block_size": 64, "layers": {"1": {"window_blocks": 8}}})):
-        model.log_probs(ids)
+        model.log_probs(IDS)
     assert model.density() == pytest.approx((15 / 36 + 1) / 2)  # the second layer sees everything
 
 
@@ -122,10 +124,8 @@ def test_compares_a_method_of_a_file(tmp_path):
     empty.write_text("x = 1\n")
     try:
         words = ["--out", "x.csv", "--methods", f"{file},hybrid"]
-        assert [x.method for x in settings.chosen(lengths.parse(words))] == [
-            "near_blocks",
-            *["hybrid"] * len(settings.FEW["hybrid"]),
-        ]
+        found = [x.method for x in settings.chosen(lengths.parse(words))]
+        assert found == ["near_blocks", *["hybrid"] * len(settings.FEW["hybrid"])]
         (setting,) = settings.chosen(lengths.parse(["--out", "x.csv", "--methods", str(file), "--options", '{"count": 2}']))
         assert str(setting) == 'near_blocks {"count": 2}'
         assert setting.selector().options == {"count": 2}
@@ -137,19 +137,15 @@ def test_compares_a_method_of_a_file(tmp_path):
 
 
 def test_a_searched_plan_is_one_of_minference():
-    search, ids = (
-        minference_plan.Search(make_model()),
-        torch.randint(VOCABULARY, (512,), generator=torch.Generator().manual_seed(1)),
-    )
-    dense = SparseModel(make_model()).log_probs(ids)
-    torch.testing.assert_close(search.log_probs(ids), dense, atol=1e-5, rtol=0)
+    search = minference_plan.Search(make_model())
+    torch.testing.assert_close(search.log_probs(IDS), SparseModel(make_model()).log_probs(IDS), atol=1e-5, rtol=0)
     options = json.loads(json.dumps(search.options()))
     # short prompts keep every block, and the first pattern wins
     assert options == {"layers": {"0": {"plan": [[100, 800]] * 4}, "1": {"plan": [[100, 800]] * 4}}}
     words = ["--out", "x.csv", "--methods", "minference", "--options", json.dumps(options)]
     (setting,) = settings.chosen(lengths.parse(words))
     with search.attending(setting):
-        assert search.log_probs(ids).isfinite().all()
+        assert search.log_probs(IDS).isfinite().all()
 
 
 def test_needles_are_asked_of_the_retriever(tmp_path):
@@ -198,50 +194,26 @@ def test_every_method_of_the_package_has_settings_and_hybrid_its_default():
     assert Setting("hybrid", {}).is_default and not Setting("hybrid", {"layers": {"0": {"gamma": 1.0}}}).is_default
 
 
-ENGINE = {"device": "GPU", "vllm": "0.26.0", "model": "m", "layers": None, "gpus": 1, "prompt_tokens": 32768, "chunk": None}
-ROW = {**ENGINE, "first_seconds": 3.0, "compiled_by_first": 0, "peak_gb": 4.0}
-# tests/test_documents.py compares the tables of committed rows
-ROWS = [
-    {**ROW, "method": "sparse", "seconds": 9.0, "density": 0.2},
-    {**ROW, "method": "stock", "seconds": 2.0, "density": None},
-    {**ROW, "method": "sparse", "seconds": 0.8, "density": 0.2},  # measured again
-    {**ROW, "method": "sparse", "seconds": 0.5, "density": 0.2, "gpus": 2},
-]
-
-
+# those of vLLM are compared with the committed rows (tests/test_documents.py)
 SGLANG_ROWS = """model,kernel,attention,prompts,prompt_tokens,new_tokens,device,sglang,seconds,density,rounds,chunk
 m,fa3,stock,1,32768,1,GPU,0.5.16,3.0,,2,8192
 m,fa3,hybrid,1,32768,1,GPU,0.5.16,2.0,0.2,2,8192
 """
 
 
-def test_tables_compare_engines_with_the_stock_ones_for_the_same_prompts(tmp_path, capsys):
-    (tmp_path / "serving-x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+def test_tables_compare_sglang_with_the_stock_one_for_the_same_prompts(tmp_path, capsys):
     (tmp_path / "sglang-x.csv").write_text(SGLANG_ROWS, encoding="utf-8")
     table.main(["--results", str(tmp_path)])
     written = capsys.readouterr().out
-    for line in (
-        "| 32k | whole | sparse | 20.0% | 0.800 s | 2.50x | 3.000 s, 0 | 4.0 GB |",
-        # of two GPUs nothing is known but the times
-        "| 32k | whole | sparse | 20.0% | 0.500 s | - | 3.000 s, - | 4.0 GB |",
-        "| 1 x 32k in chunks of 8k, 1 new | hybrid | 20.0% | 2.000 s | 1.50x | 2 |",
-        "| stock | - | 3.000 s | - | 2 |",
-    ):
-        assert line in written
-    assert "9.000 s" not in written
+    assert "| 1 x 32k in chunks of 8k, 1 new | hybrid | 20.0% | 2.000 s | 1.50x | 2 |" in written
+    assert "| stock | - | 3.000 s | - | 2 |" in written
 
 
 def test_the_demos_window_keeps_at_least_as_many_blocks():
     for density in (0.05, 0.36, 1.0):
-        width = demo.window_of(density, 64)
-        query = torch.randn(1, 1, 64 * 16, 16)
-        shares = [
-            1
-            - flexmask.block_masks.streaming_llm_mask(query, query, block_size=16, sink_blocks=1, window_blocks=w).sparsity()
-            / 100
-            for w in (width, max(1, width - 1))
-        ]
-        kept = [share * 64**2 / (64 * 65 / 2) for share in shares]  # sparsity is of the square
+        width, query = demo.window_of(density, 64), torch.randn(1, 1, 64 * 16, 16)
+        masks = (streaming_llm_mask(query, query, 1, w, block_size=16) for w in (width, max(1, width - 1)))
+        kept = [float(mask.to_dense().sum()) / (64 * 65 / 2) for mask in masks]
         assert kept[0] >= density - 1e-6 and (width == 1 or kept[1] < density)
 
 
@@ -254,10 +226,8 @@ def test_the_demos_picture_shows_what_is_kept(monkeypatch):
 
 def test_the_demo_prints_the_spread_of_its_times_and_none_without():
     right = torch.arange(8).view(2, 4)
-    dense, sparse = (
-        demo.Measured(right, seconds=[3.0, 4.0]),
-        demo.Measured(right + torch.tensor([[0], [1]]), 0.25, None, [2.0, 1.0]),
-    )
+    dense = demo.Measured(right, seconds=[3.0, 4.0])
+    sparse = demo.Measured(right + torch.tensor([[0], [1]]), 0.25, None, [2.0, 1.0])
     said = demo.line("hybrid", sparse, dense, right)
     assert said.endswith("25% of the blocks   1 of 2 answers right, prefill 1.000 to 2.000 s, 1.50 to 4.00 times as fast")
     assert "prefill" not in demo.line("hybrid", demo.Measured(right, 0.25), demo.Measured(right), right)

@@ -19,6 +19,7 @@ def gain(
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],
     named: Named = None,
     model: Model = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes of prefills: slow machines take fewer, or refuse.")] = 10,
 ) -> None:
     """Measure what sparse prefill gains on this machine, and its error.
 
@@ -31,7 +32,7 @@ def gain(
     ids = prompt_ids(loaded, tokenizer, text)
     from flexmask.commands.gain_model import of_prompt
 
-    document = {"model": name, **of_prompt(loaded, ids, chosen, output)}
+    document = {"model": name, **of_prompt(loaded, ids, chosen, minutes, output)}
     document["gains"] = document["ratio"] is not None and document["ratios"][0] >= LEAST_GAIN
     document["verdict"] = verdict(document)
     _show(output, document)

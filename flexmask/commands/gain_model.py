@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmask.commands.loading import remark_if_short
-from flexmask.commands.options import option_errors
+from flexmask.commands.options import CommandError, option_errors
 from flexmask.commands.output import Advance, Output
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface import sparse_prefill
@@ -26,33 +25,62 @@ from flexmask.settings import Named, PrefillSettings
 
 ROUNDS = 3  # timed prefills of each, in turns: a slow moment of the machine then meets both
 MOST_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
+_NOT_TIMED = {"low_heads": None, "density": 1.0, "ratio": None, "error": None}
 _AT_ONCE = 256  # log-probabilities at a time in float32
-_MOST_SECONDS = 600.0  # on a CPU; rounds that would take longer are left out
 
 
-def of_prompt(model: PreTrainedModel, ids: Tensor, chosen: Named | None, output: Output) -> dict[str, Any]:
+def of_prompt(model: PreTrainedModel, ids: Tensor, chosen: Named | None, minutes: float, output: Output) -> dict[str, Any]:
     """Density, error and times of one prompt, (1, length).
 
-    `chosen` settings, else those in the config, else the defaults; checked for the model.
+    `chosen` settings, else those in the config, else the defaults; checked for the model. Rounds that would take more than the
+    minutes are left out; if one would, the prompt is refused.
     """
     with option_errors("--method", "--gamma", "--min-budget", "--dense-below", otherwise="--option"):
         settings = settings_for(model.config.get_text_config(), chosen)
         settings.check_model(model.config.get_text_config())
-    remark_if_short(output, settings, ids.shape[1])
-    ids, prefills = ids.to(model.device), 2 * (1 + ROUNDS)
-    with output.progress(f"{prefills} prefills of {ids.shape[1]:,} tokens") as advance, by_layer(model, prefills, advance):
-        measured = _measured(model, ids, settings, output)
+    ids, length, layers = ids.to(model.device), ids.shape[1], len({layer.layer_idx for layer in _layers(model)})
+    too_short = settings.call_options.policy.by_size(length, length)
+    if too_short:
+        remark_if_short(output, settings, length)
+        measured = {"tokens": length, "layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
+    else:
+        rounds = planned(model, ids, settings, 60 * minutes, output)
+        with output.progress(f"{2 * rounds} prefills, by layer") as advance, by_layer(model, 2 * rounds, advance):
+            measured = _measured(model, ids, settings, rounds, 60 * minutes, output)
     about = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
     about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation}
     return {**about, "settings": {"method": settings.method, **settings.to_dict()}, **measured}
 
 
 @torch.no_grad()
-def _measured(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, output: Output) -> dict[str, Any]:
+def planned(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, most: float, output: Output) -> int:
+    """Rounds that fit into `most` seconds, by the time of a layer; says so, and refuses a prompt of which none fits."""
+    length, sparse = ids.shape[1], 0.0
+    with output.progress(f"timing one layer on {length:,} tokens"):
+        dense = pass_seconds(model, ids)
+    output.remark(f"By one layer's time a dense prefill of {length:,} tokens takes {_duration(dense)}.")
+    if dense < most:
+        compiles = "timing one sparse, which compiles first (half a minute or more)"
+        with output.progress(compiles), sparse_prefill(model, settings=settings):
+            sparse = pass_seconds(model, ids)
+        output.remark(f"A sparse one takes {_duration(sparse)}.")
+    rounds = min(1 + ROUNDS, int(most / (dense + sparse)))
+    if rounds == 0:
+        needed = f"one of each takes more than {most / 60:g} min here"
+        how = "Take a GPU, a shorter prompt, or more --minutes"
+        raise CommandError(f"{needed}, so no gain is measured, nor the error. {how}")
+    output.remark(f"Next: {rounds} of each, in turns, about {_duration(rounds * (dense + sparse))} in all.")
+    return rounds
+
+
+@torch.no_grad()
+def _measured(
+    model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, planned: int, most: float, output: Output
+) -> dict[str, Any]:
     """Prefills in turns, the first of each not timed if there are others; one if every layer runs dense."""
     rounds: list[tuple[float, float]] = []  # seconds, sparse and dense
-    begin, on_cpu = time.perf_counter(), model.device.type == "cpu"
-    for number in range(1 + ROUNDS):
+    begin, of = time.perf_counter(), 2 * planned
+    for number in range(planned):
         start = time.perf_counter()
         with sparse_prefill(model, settings=settings, collect_stats=number == 0) as run:
             sparse = log_probs(model, ids)
@@ -63,17 +91,19 @@ def _measured(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, ou
             reasons = Counter(reason for layer in summary.layers for reason in sorted(layer.reasons))
             found = {"tokens": ids.shape[1], "layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
             if not layers["sparse"]:
-                return {**found, "density": 1.0, "ratio": None, "error": None}
-            remark_wait(output, middle - start, on_cpu)
+                return found | _NOT_TIMED
+        output.remark(f"prefill {2 * number + 1} of {of}, sparse: {_duration(middle - start)}")
         dense = log_probs(model, ids)
         end = time.perf_counter()
         rounds.append((middle - start, end - middle))
-        if on_cpu and (end - begin) * (number + 2) / (number + 1) > _MOST_SECONDS:
+        left = (planned - number - 1) * (end - begin) / (number + 1)
+        to_go = f"; about {_duration(left)} to go" if left else ""
+        output.remark(f"prefill {2 * number + 2} of {of}, dense: {_duration(end - middle)}{to_go}")
+        if (end - begin) * (number + 2) / (number + 1) > most:
             break
     timed = rounds[1:] or rounds
-    if len(rounds) < 1 + ROUNDS:
-        counted = "one, which compiled too" if len(rounds) == 1 else f"{len(timed)}"
-        output.remark(f"{ROUNDS} timed rounds would take over ten minutes; times are of {counted}.")
+    if len(rounds) < planned:
+        output.remark(f"Slower than planned: the other {planned - len(rounds)} of {planned} rounds are left out.")
     ratios = sorted(whole / part for part, whole in timed)
     seconds = {"sparse_seconds": median(part for part, _ in timed), "dense_seconds": median(whole for _, whole in timed)}
     times = {**seconds, "ratio": seconds["dense_seconds"] / seconds["sparse_seconds"], "ratios": [ratios[0], ratios[-1]]}
@@ -82,13 +112,37 @@ def _measured(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, ou
     return {**found, "density": summary.density, "runs": len(timed), **times, "error": error}
 
 
-def remark_wait(output: Output, seconds: float, on_cpu: bool) -> None:
-    """Remark what is expected of a wait of more than half a minute, after the first prefill's seconds."""
-    left = (1 + 2 * ROUNDS) * seconds
-    if on_cpu:  # at least a dense prefill, which is slower
-        left = max(min(left, _MOST_SECONDS - seconds), 2 * seconds)
-    if left > 30:
-        output.remark(f"The first prefill took {seconds:,.0f} s (it compiles); the others take about {math.ceil(left / 60)} min.")
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+
+
+class _Timed(Exception):
+    """Ends a prefill after its second layer."""
+
+
+def pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
+    """About the seconds of a prefill, (1, length): those of its second layer, once for every layer."""
+    layers = _layers(model)
+    numbers, ends = {layer.layer_idx for layer in layers}, dict[Any, float]()
+
+    def note(layer: Any, _: Any, result: Any) -> None:
+        first = result if isinstance(result, Tensor) else result[0]
+        first.flatten()[0].item()  # waits for a GPU
+        ends.setdefault(layer.layer_idx, time.perf_counter())
+        if len(ends) == 2:
+            raise _Timed
+
+    start = time.perf_counter()
+    handles = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        log_probs(model, ids)
+    except _Timed:
+        first, second = ends.values()
+        return (second - first) * len(numbers)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return time.perf_counter() - start
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -104,10 +158,14 @@ def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return torch.cat([-F.cross_entropy(part.float(), target, reduction="none") for part, target in parts]).cpu()
 
 
+def _layers(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "layer_idx", None) is not None]
+
+
 @contextmanager
 def by_layer(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
     """Advance at each layer of so many prefills."""
-    layers = [module for module in model.modules() if getattr(module, "layer_idx", None) is not None]
+    layers = _layers(model)
     done, total = 0, prefills * len(layers)
 
     def count(*_: Any) -> None:
