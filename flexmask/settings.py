@@ -7,7 +7,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.call_options import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.json_settings import json_data, keywords_of
 from flexmask.layer_heads import heads_by_layer
-from flexmask.selector import Selector, UnknownOption, selector_of
+from flexmask.selector import Method, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"
 _MOST_BYTES = 2**24
@@ -127,7 +127,7 @@ class PrefillSettings:
         checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
         return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
-    def selector(self, layer: int | None = None) -> Selector:
+    def selector(self, layer: int | None = None) -> Method:
         """The method with its options in one layer; None: in all layers."""
         return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
 
@@ -204,10 +204,10 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def with_heads(selector: Selector, num_heads: int, where: str = "") -> Selector:
+def with_heads(selector: Method, num_heads: int, where: str = "") -> Method:
     """The selector with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
     try:
-        return replace(selector, options=selector.options_of_heads(torch.empty(()).expand(1, num_heads, 1, 1)))
+        return selector.for_heads(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 

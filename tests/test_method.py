@@ -2,12 +2,13 @@
 
 import functools
 import inspect
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from flexmask import METHODS
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, mask_function, method
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
@@ -70,7 +71,6 @@ def test_options_come_by_position_or_by_name():
 
 
 def test_a_name_belongs_to_one_function():
-    @method
     def other_mask(problem: BlockProblem) -> None: ...
 
     def every_nth_mask(problem: BlockProblem) -> None: ...
@@ -79,13 +79,18 @@ def test_a_name_belongs_to_one_function():
         method(every_nth_mask)
     assert METHODS["every_nth"].defaults == {"n": 2}
     # as a module that is imported again
-    again = METHODS["other"].choose
-    assert METHODS["other"] is not method(again).method is METHODS.pop("other")
+    first, again = method(other_mask).method, method(other_mask).method
+    assert first is not again is METHODS.pop("other")
 
 
 def test_a_method_with_kernels_has_options_that_its_operator_can_pass():
-    def paired_mask(problem: BlockProblem, count: int | None = 1, pair: tuple[int, int] = (1, 2)) -> None: ...
+    @dataclass(frozen=True, eq=False)
+    class Paired(Method):
+        name = "paired"
+        has_kernels = True
+        count: int | None = 1
+        pair: tuple[int, int] = (1, 2)
 
     with pytest.raises(TypeError, match="option pair of a method with kernels must be"):
-        method(paired_mask, has_kernels=True)
+        mask_function(Paired)
     assert "paired" not in METHODS

@@ -22,7 +22,7 @@ from flexmask._torch import is_traced
 from flexmask.integrations.huggingface.compat import NAME, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
-from flexmask.selector import Selector
+from flexmask.selector import Method
 
 LOCK = threading.RLock()  # held while scopes open and close
 _PREFIX = f"{NAME}:"
@@ -36,7 +36,7 @@ class Scope:
         self.probe = probe  # serves every prefill call
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
-        self.selectors: dict[nn.Module, Selector] = {}  # by layer, of this process's heads
+        self.selectors: dict[nn.Module, Method] = {}  # by layer, of this process's heads
         self._layers: dict[nn.Module, int] = {}
 
     @locked(LOCK)
