@@ -86,7 +86,11 @@ def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> L
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.valid[..., None, None], weights, 0.0)
     # to key block j, and the parts of it on block diagonals P-j+1 and P-j-1; the rest is on P-j
-    by_row, after, before = (attention @ weights[:, None]).unbind(-1)
+    if attention.device.type == "cpu":
+        by_row, after, before = (attention @ weights[:, None]).unbind(-1)
+    else:
+        # products may run in TF32; torch compiles these sums into one kernel
+        by_row, after, before = ((attention * weight[:, None, :, None]).sum(-1) for weight in weights.unbind(-1))
     own_block = rows.position // block_size
     slash = _by_diagonal(by_row - after - before, own_block)
     slash = slash + _by_diagonal(after, own_block + 1) + _by_diagonal(before, own_block - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
@@ -131,9 +130,9 @@ class PrefillSettings:
         """The method with its options in one layer; None: in all layers."""
         return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
 
-    def check_model(self, config: Any) -> None:
-        """Refuse missing layers, and options per head of another number."""
-        heads = heads_by_layer(config)
+    def check_model(self, config: Any, of_modules: Mapping[int, int] = {}) -> None:
+        """Refuse missing layers, and options per head of another number; arguments of `heads_by_layer`."""
+        heads = heads_by_layer(config, of_modules)
         if heads is None:
             return
         number = len(heads)
@@ -257,29 +256,16 @@ def merged(base: PrefillSettings, named: Named, source: str = "") -> PrefillSett
     return PrefillSettings(**{**keywords, **named})
 
 
-# for calls without a block, which read the config in every layer; by id of the object in a config, which its entry keeps alive,
-# with a copy of it and the model's shape
-_PARSED: dict[int, tuple[Any, Any, Any, PrefillSettings]] = {}
-_MOST_PARSED = 64
-
-
-def saved_settings(config: Any) -> PrefillSettings | None:
-    """The settings in a model's config; ValueError if they do not fit the model."""
+def saved_settings(config: Any, of_modules: Mapping[int, int] = {}) -> PrefillSettings | None:
+    """The settings in a model's config; ValueError if they do not fit the model, arguments of `heads_by_layer`."""
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
-    shape = heads_by_layer(config)
-    known = _PARSED.get(id(saved))
-    if known is not None and known[1:3] == (saved, shape):
-        return known[3]
     settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
     try:
-        settings.check_model(config)
+        settings.check_model(config, of_modules)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{CONFIG_KEY}: {error}") from None
-    if len(_PARSED) >= _MOST_PARSED:
-        _PARSED.clear()
-    _PARSED[id(saved)] = (saved, copy.deepcopy(saved), shape, settings)
     return settings
 
 

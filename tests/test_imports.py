@@ -14,14 +14,14 @@ INDEX = "flexmask"
 INDICES = (INDEX, "integrations.huggingface")
 # a folder or module imports from those before it only
 ORDER = (
-    "_torch", "base", "plain", "kernels", "locking", "precision", "compilation", "flex", "export", "plot",
+    "_torch", "said", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
     "stats", "users_mask", "selector", "dense_policy", "call_options", "select", "method", "block_masks", "attend", "plans",
     INDEX, "attention", "varlen", "warming", "json_settings", "layer_heads", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip
 # and these from no others
 BELOW: dict[str, set[str]] = {
-    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation"},
+    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation", "said"},
     "export": {"_torch", "base", "flex", "plain"}, "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
     "plot": {"base"},
 }  # fmt: skip
