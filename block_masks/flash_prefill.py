@@ -52,8 +52,6 @@ class FlashPrefill(Method):
     True
     """
 
-    name = "flash_prefill"
-
     alpha: float = share(0.1, "[0, 1]")
     sink_blocks: int = count(2)
     window_blocks: int = count(4, 1)
@@ -73,11 +71,13 @@ class FlashPrefill(Method):
         total = torch.where(seen, total, float("-inf"))
         share = problem.as_tensor(self.alpha)
         heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
-        kept = problem.sinks(self.sink_blocks) | problem.diagonals(self.window_blocks) | problem.last_query_blocks(self.last_blocks)
+        kept = (
+            problem.sinks(self.sink_blocks) | problem.diagonals(self.window_blocks) | problem.last_query_blocks(self.last_blocks)
+        )
         return kept | heavy | (share == 0)
 
     def row_numbers(self, kv_len: int) -> int:
         return max(1, kv_len // self.block_size)
 
 
-flash_prefill_mask = mask_function(FlashPrefill)
+flash_prefill_mask = mask_function("flash_prefill", FlashPrefill)

@@ -48,8 +48,6 @@ class Hip(Method):
     tensor([1, 2, 3, 4, 4, 4, 4, 4])
     """
 
-    name = "hip"
-
     topk_blocks: int = count(16, 1)
     sink_blocks: int = count(2)
     window_blocks: int = count(4, 1)
@@ -80,7 +78,7 @@ class Hip(Method):
             value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
             # empty halves last, even behind chunks of padding
             order = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
-            best = order.sort(dim=-1, descending=True, stable=True).indices[..., :self.topk_blocks].sort(dim=-1).values
+            best = order.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk_blocks].sort(dim=-1).values
             low, high = low.gather(-1, best), high.gather(-1, best)
         # an empty chunk marks one more column, which is cut off
         marked = torch.where(low < high, low, scores.shape[-1])
@@ -96,7 +94,7 @@ class Hip(Method):
         return max(1, kv_len // self.block_size + 8 * self.topk_blocks // self.block_size)
 
 
-hip_mask = mask_function(Hip)
+hip_mask = mask_function("hip", Hip)
 
 
 def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:

@@ -47,7 +47,6 @@ class InfLLM(Method):
     tensor([1, 2, 3, 4, 4, 5, 4, 5])
     """
 
-    name = "infllm"
     shared = True
 
     topk_blocks: int = count(16)
@@ -75,4 +74,4 @@ class InfLLM(Method):
         return kept.repeat_interleave(self.execution_blocks, 2)[:, :, : problem.seen.visible.shape[1]]
 
 
-infllm_mask = mask_function(InfLLM)
+infllm_mask = mask_function("infllm", InfLLM)

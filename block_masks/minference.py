@@ -52,8 +52,6 @@ class MInference(Method):
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
 
-    name = "minference"
-
     plan: PairsByHead = (1000, 6096)
     lines: str = word("pooled", "covering")
 
@@ -89,4 +87,4 @@ class MInference(Method):
         return map_bytes(inputs, self.block_size, LAST_ROWS)
 
 
-minference_mask = mask_function(MInference)
+minference_mask = mask_function("minference", MInference)

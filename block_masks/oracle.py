@@ -39,8 +39,6 @@ class Oracle(Method):
     True
     """
 
-    name = "oracle"
-
     gamma: float = share(0.95)
 
     def select(self, problem: BlockProblem) -> Tensor:
@@ -55,4 +53,4 @@ class Oracle(Method):
         return kv_len
 
 
-oracle_mask = mask_function(Oracle)
+oracle_mask = mask_function("oracle", Oracle)

@@ -6,6 +6,7 @@ Only the shapes of query and key are read; scale and softcap are checked. All he
 from __future__ import annotations
 
 from dataclasses import field
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,9 @@ def causal_mask(problem: BlockProblem) -> None:
 
 
 @method
-def lm_infinite_mask(problem: BlockProblem, global_tokens: int = count(10, 0, "tokens"), local_tokens: int = count(4096, 1, "tokens")) -> Tensor:
+def lm_infinite_mask(
+    problem: BlockProblem, global_tokens: int = count(10, 0, "tokens"), local_tokens: int = count(4096, 1, "tokens")
+) -> Tensor:
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
     Keeps the blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
@@ -74,8 +77,11 @@ def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
     return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
 
 
+_PLAN: Any = field(default=None, metadata={"plan": stand_in_plan})
+
+
 @method
-def moa_mask(problem: BlockProblem, plan: PairsByHead | None = field(default=None, metadata={"plan": stand_in_plan}), sink_blocks: int = count(1)) -> Tensor:
+def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_blocks: int = count(1)) -> Tensor:
     """MoA's elastic windows: a span per head that grows with the length, the same for every input.
 
     With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
@@ -147,7 +153,9 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = count(8), windo
 
 
 @method
-def tri_shape_mask(problem: BlockProblem, sink_blocks: int = count(1), window_blocks: int = count(4, 1), last_blocks: int = count(1)) -> Tensor:
+def tri_shape_mask(
+    problem: BlockProblem, sink_blocks: int = count(1), window_blocks: int = count(4, 1), last_blocks: int = count(1)
+) -> Tensor:
     """The triangle mask: sinks, a sliding window, and the last rows in full; the same for every head.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last

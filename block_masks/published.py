@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +52,6 @@ class Published(Method):
     (1, 4, 512, 512)
     """
 
-    name = "published"
     whole_blocks = True
 
     gamma: ByHead = 0.95
@@ -108,7 +106,12 @@ class Published(Method):
     def check_call(self, inputs: AttentionInputs) -> None:
         """Refuse what the published code cannot do."""
         offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
-        refused = {"softcap": inputs.softcap, "window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": offset}
+        refused = {
+            "softcap": inputs.softcap,
+            "window": inputs.window,
+            "attention_mask": inputs.attention_mask,
+            "q_offset": offset,
+        }
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
@@ -118,7 +121,7 @@ class Published(Method):
         return plain_bytes(inputs, self.block_size, 72 if self.tau > 0 else 56, 32)
 
 
-published_mask = mask_function(Published)
+published_mask = mask_function("published", Published)
 
 
 def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:

@@ -52,8 +52,6 @@ class Sparge(Method):
     True
     """
 
-    name = "sparge"
-
     similarity_threshold: float = 0.6
     cdf_threshold: float = share(0.98)
     topk: float | None = share(None)
@@ -93,7 +91,7 @@ class Sparge(Method):
         return max(1, 8 * kv_len // self.block_size**2)
 
 
-sparge_mask = mask_function(Sparge)
+sparge_mask = mask_function("sparge", Sparge)
 
 
 def _similarity(x: Tensor, valid: Tensor, size: int) -> Tensor:

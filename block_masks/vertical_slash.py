@@ -43,8 +43,6 @@ class VerticalSlash(Method):
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
 
-    name = "vertical_slash"
-
     vertical_size: int = count(8192, 0, "tokens")
     slash_size: int = count(8192, 0, "tokens")
 
@@ -62,4 +60,4 @@ class VerticalSlash(Method):
         return map_bytes(inputs, self.block_size, self.block_size)
 
 
-vertical_slash_mask = mask_function(VerticalSlash)
+vertical_slash_mask = mask_function("vertical_slash", VerticalSlash)

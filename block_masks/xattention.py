@@ -48,8 +48,6 @@ class XAttention(Method):
     True
     """
 
-    name = "xattention"
-
     stride: int = count(8, 1, "tokens")
     threshold: float = share(0.9)
 
@@ -86,4 +84,4 @@ class XAttention(Method):
         return max(1, kv_len // self.stride**2)
 
 
-xattention_mask = mask_function(XAttention)
+xattention_mask = mask_function("xattention", XAttention)

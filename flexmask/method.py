@@ -54,8 +54,8 @@ class MaskFunction(Protocol):
     # fmt: on
 
 
-def mask_function(cls: type[Method]) -> MaskFunction:
-    """The generator of a method's BlockMasks, ``<name>_mask``; enters the class, a dataclass, into `METHODS`.
+def mask_function(name: str, cls: type[Method]) -> MaskFunction:
+    """The generator of a method's BlockMasks, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
 
     ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` is checked as `flexmask.flexprefill_mask`, has the
     class's docstring, and the class as its attribute ``method``.
@@ -67,12 +67,12 @@ def mask_function(cls: type[Method]) -> MaskFunction:
     TypeError
         For options of a method with kernels that no operator passes inside ``torch.compile``.
     """
-    name = f"{cls.name}_mask"
+    cls.name, made = name, f"{name}_mask"
     read_fields(cls)
-    other = METHODS.get(cls.name)
+    other = METHODS.get(name)
     # a module may be imported again
     if other is not None and _qualified_name(other) != _qualified_name(cls):
-        raise ValueError(f"{name} must have another name: method {cls.name!r} is that of {_qualified_name(other)}")
+        raise ValueError(f"{made} must have another name: method {name!r} is that of {_qualified_name(other)}")
     options = [each for each in fields(cls) if each.name in cls.defaults]
     positional = [each.name for each in options if not each.kw_only]
 
@@ -90,10 +90,10 @@ def mask_function(cls: type[Method]) -> MaskFunction:
         **options: Any,
     ) -> Any:
         if len(by_position) > len(positional):
-            raise TypeError(f"{name} takes {len(positional)} options by position; got {len(by_position)}")
+            raise TypeError(f"{made} takes {len(positional)} options by position; got {len(by_position)}")
         for option, value in zip(positional[: len(by_position)], by_position, strict=True):
             if option in options:
-                raise TypeError(f"{name} got {option} twice, by position and by name")
+                raise TypeError(f"{made} got {option} twice, by position and by name")
             options[option] = value
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
@@ -121,9 +121,9 @@ def mask_function(cls: type[Method]) -> MaskFunction:
     function.__signature__ = inspect.Signature(
         [query, key, *of_position, *by_name, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
     )
-    function.__name__, function.__module__, function.__doc__ = name, cls.__module__, cls.__doc__
-    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + name
-    function.method = METHODS[cls.name] = cls
+    function.__name__, function.__module__, function.__doc__ = made, cls.__module__, cls.__doc__
+    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + made
+    function.method = METHODS[name] = cls
     return cast(MaskFunction, generate)
 
 
@@ -159,7 +159,6 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         option.kw_only = each.kind is each.KEYWORD_ONLY
         options.append((each.name, hints.get(each.name, Any), option))
     body = {
-        "name": choose.__name__.removesuffix("_mask"),
         "select": lambda self, problem: choose(problem, **self.options),
         "__module__": choose.__module__,
         "__qualname__": choose.__qualname__,
@@ -168,7 +167,7 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     cls = make_dataclass(choose.__name__, options, bases=(Method,), namespace=body, frozen=True, eq=False)
     for each, (_, _, option) in zip(declared, options, strict=True):
         option.type = each.annotation  # as written, for help()
-    return mask_function(cls)
+    return mask_function(choose.__name__.removesuffix("_mask"), cls)
 
 
 def _qualified_name(cls: type[Method]) -> str:

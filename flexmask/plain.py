@@ -22,7 +22,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
-from flexmask.base.selection import BlockLists, block_lists
+from flexmask.base.selection import BlockLists, Blocks, block_lists
 from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whole_blocks
 
 
@@ -166,12 +166,6 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     in_kept = torch.where(keep.gather(2, q_block), mass.mass.by_row, 0.0).sum((-2, -1))
     return in_kept / rows.valid.sum(-1).clamp(min=1)[:, None]
-
-
-class Blocks(NamedTuple):
-    """Blocks that rows choose."""
-
-    chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
 
 
 def kept_blocks(

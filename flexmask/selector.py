@@ -83,32 +83,16 @@ class Method:
     (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2) tensors; others as they are, compile-time constants. A
     field of pairs may name in its metadata, as ``"plan"``, the function of num_heads that replaces None.
     `flexmask.method.mask_function` enters the class into `METHODS` and sets what depends on its fields.
-
-    Attributes
-    ----------
-    block_size
-        Tokens per block.
-    name
-        In `METHODS`.
-    has_kernels
-        True if kernels serve it on CUDA. Its options are then numbers, words and numbers by head, which an operator can pass.
-    shared
-        True if the heads decide together.
-    whole_blocks
-        True if it serves whole prompts of whole blocks only.
-    is_users
-        True for a user's function of query and key.
-    defaults
-        Of its options, by name.
-    floats, shares, pairs
-        Names of the options that are floats, numbers by head, and pairs by head.
     """
 
-    name = ""
-    has_kernels: ClassVar[bool] = False
-    shared: ClassVar[bool] = False
-    whole_blocks: ClassVar[bool] = False
-    is_users: ClassVar[bool] = False
+    # of the class
+    name = ""  # in `METHODS`
+    has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; an operator passes its options: numbers, words, by head
+    shared: ClassVar[bool] = False  # the heads decide together
+    whole_blocks: ClassVar[bool] = False  # whole prompts of whole blocks only
+    is_users: ClassVar[bool] = False  # a user's function of query and key
+    # of its options, by `read_fields`: defaults, names of the floats and of the numbers by head, pairs by head with what replaces
+    # None, checks
     defaults: ClassVar[Mapping[str, Any]] = {}
     floats: ClassVar[tuple[str, ...]] = ()
     shares: ClassVar[tuple[str, ...]] = ()

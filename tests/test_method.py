@@ -2,12 +2,14 @@
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from flexmask import METHODS
+from flexmask.block_masks.hybrid import Hybrid
 from flexmask.method import BlockProblem, Method, mask_function, method
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
@@ -60,6 +62,18 @@ def test_name_doc_and_signature_are_the_methods():
     assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(block_size=128, n=3)"
 
 
+def test_a_method_is_frozen_and_its_options_are_checked_when_it_is_made():
+    made = Hybrid(0.8, min_budget=np.int32(64), block_size=32)
+    assert (made.gamma, made.min_budget, made.row_stride, made.block_size) == (0.8, 64, 8, 32)
+    assert type(made.min_budget) is int and made.with_options(gamma=0.5).options == {**made.options, "gamma": 0.5}
+    with pytest.raises(FrozenInstanceError):
+        made.gamma = 0.9
+    with pytest.raises(ValueError, match="gamma must be in"):
+        Hybrid(2)
+    with pytest.raises(ValueError, match=r"row_stride must be a divisor of block_size \(32\)"):
+        Hybrid(row_stride=5, block_size=32)
+
+
 def test_options_come_by_position_or_by_name():
     query = torch.randn(1, 2, 40, 16)
     with pytest.raises(TypeError, match="method 'every_nth' takes the options n; got 'm'"):
@@ -86,11 +100,10 @@ def test_a_name_belongs_to_one_function():
 def test_a_method_with_kernels_has_options_that_its_operator_can_pass():
     @dataclass(frozen=True, eq=False)
     class Paired(Method):
-        name = "paired"
         has_kernels = True
         count: int | None = 1
         pair: tuple[int, int] = (1, 2)
 
     with pytest.raises(TypeError, match="option pair of a method with kernels must be"):
-        mask_function(Paired)
+        mask_function("paired", Paired)
     assert "paired" not in METHODS

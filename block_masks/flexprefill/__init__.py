@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -11,13 +11,26 @@ from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Number, is_off
 from flexmask.base.checks import check_max_budget
 from flexmask.base.inputs import AttentionInputs, plain_bytes
-from flexmask.base.selection import Choice
+from flexmask.base.selection import Blocks, Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
+from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share, word
 
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
+
+
+class _Steps(Protocol):
+    """The method's own: `plain` or `kernels`."""
+
+    def pattern_and_lines(
+        self, problem: BlockProblem, pattern: Any, index: Any, means: Tensor, shares: Shares, budget: Budget, /
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def query_aware_blocks(
+        self, problem: BlockProblem, means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, most: int | None, /
+    ) -> Blocks: ...
+
 
 @dataclass(frozen=True, eq=False)
 class FlexPrefill(Method):
@@ -92,7 +105,6 @@ class FlexPrefill(Method):
     (1, 4, 512, 512)
     """
 
-    name = "flexprefill"
     has_kernels = True
 
     gamma: ByHead = 0.95
@@ -107,17 +119,21 @@ class FlexPrefill(Method):
     def select(self, problem: BlockProblem) -> Choice:
         shared, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))
         limit: Number = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)  # of the distance
-        steps: Any = kernels if problem.by_kernels else plain  # the method's own
+        steps: _Steps = kernels if problem.by_kernels else plain
         size = problem.block_size
         floor, cap = num_blocks(self.min_budget, size), None if self.max_budget is None else num_blocks(self.max_budget, size)
 
         # step 1: attention of the representative rows, and its mass by key block and by block diagonal
         index = shared.representative_mass(problem, self.index_queries)
-        pattern = index if self.pattern_queries == self.index_queries else shared.representative_mass(problem, self.pattern_queries)
+        pattern = (
+            index if self.pattern_queries == self.index_queries else shared.representative_mass(problem, self.pattern_queries)
+        )
 
         # step 2: does attention follow block means?  step 3a: the lines of either kind of head
         key_means = problem.key_means()
-        is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, limit), (floor, cap))
+        is_query_aware, distance, lines = steps.pattern_and_lines(
+            problem, pattern, index, key_means, (gamma, limit), (floor, cap)
+        )
 
         # step 3b: blocks of the pooled map
         blocks = None
@@ -154,4 +170,4 @@ class FlexPrefill(Method):
         return plain_bytes(inputs, self.block_size, 72 if self.tau > 0 else 56, by_score)
 
 
-flexprefill_mask = mask_function(FlexPrefill)
+flexprefill_mask = mask_function("flexprefill", FlexPrefill)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import Number
 from flexmask.base.checks import check_bool, check_int
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import Rule
-from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share, word
+from flexmask.block_masks.hybrid.plain import RowChoice, Rule
+from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share
 
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
 
 RULE = Rule()
+
+
+class _Steps(Protocol):
+    """The method's own: `plain` or `kernels`."""
+
+    def key_blocks(self, problem: BlockProblem, last: Any, gamma: Any, multiple: float, /) -> Tensor: ...
+    def row_blocks(
+        self, problem: BlockProblem, row_stride: int, gamma: Any, multiple: float, min_coverage: Number, /
+    ) -> RowChoice: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +81,6 @@ class Hybrid(Method):
     (1, 4, 512, 512)
     """
 
-    name = "hybrid"
     has_kernels = True
 
     gamma: ByHead = 0.9
@@ -83,22 +92,21 @@ class Hybrid(Method):
 
     def select(self, problem: BlockProblem) -> Choice:
         shared, nearest = problem.steps, num_blocks(self.min_budget, problem.block_size)
-        steps: Any = kernels if problem.by_kernels else plain  # the method's own
+        steps: _Steps = kernels if problem.by_kernels else plain
 
         # the last rows: true attention, and the key blocks kept of it
         last = shared.representative_mass(problem, "last")
         key_blocks = steps.key_blocks(problem, last, self.gamma, RULE.last_rows)
 
         # all rows: attention to key means, and the blocks kept of it
-        evidence = steps.row_evidence(problem, self.row_stride)
-        blocks = steps.row_blocks(problem, evidence, self.gamma, RULE.rows, self.min_coverage)
+        rows = steps.row_blocks(problem, self.row_stride, self.gamma, RULE.rows, self.min_coverage)
 
-        lists, keep = shared.kept_blocks(problem, key_blocks, blocks, nearest, last if self.last_rows_dense else None)
+        lists, keep = shared.kept_blocks(problem, key_blocks, rows.blocks, nearest, last if self.last_rows_dense else None)
         covered: list[Tensor] = []
 
         def row_coverage(keep: Tensor, which: int) -> Tensor:
             if not covered:
-                covered.extend(steps.row_coverage(problem, evidence, keep))
+                covered.extend(rows.coverage(keep))
             return covered[which]
 
         return Choice(
@@ -130,4 +138,4 @@ class Hybrid(Method):
         return plain_bytes(inputs, self.block_size, 80, 12 if inputs.softcap is None else 18)
 
 
-hybrid_mask = mask_function(Hybrid)
+hybrid_mask = mask_function("hybrid", Hybrid)
