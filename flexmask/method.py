@@ -158,6 +158,10 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         option = each.default if isinstance(each.default, Field) else field(default=each.default)
         option.kw_only = each.kind is each.KEYWORD_ONLY
         options.append((each.name, hints.get(each.name, Any), option))
+    # torch.compile (2.11) traces no function with a Field
+    function = cast(Any, choose)
+    function.__defaults__ = tuple(_plain(x) for x in function.__defaults__ or ()) or None
+    function.__kwdefaults__ = {name: _plain(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
     body = {
         "select": lambda self, problem: choose(problem, **self.options),
         "__module__": choose.__module__,
@@ -168,6 +172,10 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     for each, (_, _, option) in zip(declared, options, strict=True):
         option.type = each.annotation  # as written, for help()
     return mask_function(choose.__name__.removesuffix("_mask"), cls)
+
+
+def _plain(default: Any) -> Any:
+    return default.default if isinstance(default, Field) else default
 
 
 def _qualified_name(cls: type[Method]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from flexmask import METHODS
 from flexmask.block_masks.hybrid import Hybrid
-from flexmask.method import BlockProblem, Method, mask_function, method
+from flexmask.method import BlockProblem, Method, count, mask_function, method, share
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
@@ -18,7 +18,7 @@ from tests.expected import by_block, seen_pairs
 @pytest.fixture(autouse=True, scope="module")
 def table_as_it_was():
     yield
-    for name in ("nothing", "every_nth", "top_two", "of_all_kinds", "noting"):
+    for name in ("nothing", "every_nth", "top_two", "spanned"):
         METHODS.pop(name, None)
 
 
@@ -35,6 +35,11 @@ def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
     return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.seen.visible.shape[1], -1)
 
 
+def spanned(problem: BlockProblem, blocks: int = count(2, 1), *, share: float = share(0.5)) -> torch.Tensor:
+    return problem.diagonals(blocks)
+
+
+spanned_mask = method(spanned)
 CHUNK = {"q_offset": torch.tensor([5, 37]), "window": 70, "attention_mask": torch.arange(110)[None] >= torch.tensor([[0], [20]])}
 
 
@@ -60,6 +65,14 @@ def test_name_doc_and_signature_are_the_methods():
     assert names == ["query", "key", "n", *common] and METHODS["every_nth"] is every_nth_mask.method
     query = torch.randn(1, 2, 40, 16)
     assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(block_size=128, n=3)"
+
+
+def test_a_function_keeps_its_defaults_as_values_which_torch_compile_traces():
+    assert inspect.signature(spanned).parameters["blocks"].default == 2
+    assert METHODS["spanned"].defaults == {"blocks": 2, "share": 0.5}
+    query = torch.randn(1, 2, 64, 16)
+    with pytest.raises(ValueError, match="blocks must be >= 1 blocks; got 0"):
+        spanned_mask(query, query, blocks=0)
 
 
 def test_a_method_is_frozen_and_its_options_are_checked_when_it_is_made():
