@@ -115,11 +115,10 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
         for each in options
     ]
-    of_position, by_name = ([each for each in own if (each.name in positional) is is_first] for is_first in (True, False))
     function = cast(Any, generate)
     # inspect and help() read it
     function.__signature__ = inspect.Signature(
-        [query, key, *of_position, *by_name, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
+        [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
     )
     function.__name__, function.__module__, function.__doc__ = made, cls.__module__, cls.__doc__
     function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + made
