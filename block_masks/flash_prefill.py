@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, count, mask_function, share
 
 
-@method(
-    counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks"), "last_blocks": (0, "blocks")},
-    ranges={"alpha": "[0, 1]"},
-    row_numbers=lambda kv_len, block_size, **_: kv_len // block_size,
-)
-def flash_prefill_mask(
-    problem: BlockProblem, alpha: float = 0.1, sink_blocks: int = 2, window_blocks: int = 4, last_blocks: int = 2
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class FlashPrefill(Method):
     """FlashPrefill's mean-key scores, cut at a share of the heaviest block of each query block.
 
     With ::
@@ -32,6 +28,8 @@ def flash_prefill_mask(
     Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), a mean token per dropped block, is
     no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk the last query blocks are
     those of the chunk.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -53,18 +51,33 @@ def flash_prefill_mask(
     >>> bool((mask.to_dense().sum(-1) <= 3).all())  # the sink, the own block and the heaviest
     True
     """
-    inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
-    scores = capped(grouped_scores(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
-    behind = problem.tokens.position.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
-    sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (behind >= 0)
-    if inputs.window is not None:
-        sees = sees & (behind < inputs.window)
-    scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
-    # in logarithms: exponentials overflow; (batch, num_heads, num_q_blocks, num_kv_blocks)
-    total = in_blocks(scores, size, torch.finfo(scores.dtype).min).logsumexp(-1).mT
-    seen = in_blocks(sees.mT, size, False).any(-1).mT[:, None]
-    total = torch.where(seen, total, float("-inf"))
-    share = problem.as_tensor(alpha)
-    heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
-    kept = problem.sinks(sink_blocks) | problem.diagonals(window_blocks) | problem.last_query_blocks(last_blocks)
-    return kept | heavy | (share == 0)
+
+    alpha: float = share(0.1, "[0, 1]")
+    sink_blocks: int = count(2)
+    window_blocks: int = count(4, 1)
+    last_blocks: int = count(2)
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
+        scores = capped(grouped_scores(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
+        behind = problem.tokens.position.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
+        sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (behind >= 0)
+        if inputs.window is not None:
+            sees = sees & (behind < inputs.window)
+        scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
+        # in logarithms: exponentials overflow; (batch, num_heads, num_q_blocks, num_kv_blocks)
+        total = in_blocks(scores, size, torch.finfo(scores.dtype).min).logsumexp(-1).mT
+        seen = in_blocks(sees.mT, size, False).any(-1).mT[:, None]
+        total = torch.where(seen, total, float("-inf"))
+        share = problem.as_tensor(self.alpha)
+        heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
+        kept = (
+            problem.sinks(self.sink_blocks) | problem.diagonals(self.window_blocks) | problem.last_query_blocks(self.last_blocks)
+        )
+        return kept | heavy | (share == 0)
+
+    def row_numbers(self, kv_len: int) -> int:
+        return max(1, kv_len // self.block_size)
+
+
+flash_prefill_mask = mask_function("flash_prefill", FlashPrefill)

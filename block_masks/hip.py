@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, whole_blocks
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, count, mask_function
 
 
-def _check(block_size: int, query_stride: int, **_: object) -> None:
-    if block_size % query_stride != 0:
-        raise ValueError(f"query_stride must divide block_size {block_size}; got {query_stride}")
-
-
-@method(
-    counts={
-        "topk_blocks": (1, "blocks"),
-        "sink_blocks": (0, "blocks"),
-        "window_blocks": (1, "blocks"),
-        "query_stride": (1, "rows"),
-    },
-    check=_check,
-    row_numbers=lambda kv_len, block_size, topk_blocks, **_: kv_len // block_size + 8 * topk_blocks // block_size,
-)
-def hip_mask(
-    problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 2, window_blocks: int = 4, query_stride: int = 2
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Hip(Method):
     """HiP-block: HiP's hierarchical top-k descent over each row's keys, stopped at single blocks.
 
     Keeps sinks and window. The key blocks between them are cut into k = `topk_blocks` chunks; every chunk is halved and the best
@@ -38,6 +24,8 @@ def hip_mask(
 
     Differs from the paper: its descent goes on to chunks of two keys; here k whole blocks are kept. All representative keys are
     scored at once, at a cost of rows times blocks instead of n log n.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -59,37 +47,54 @@ def hip_mask(
     >>> mask.to_dense()[0, 0].sum(-1)
     tensor([1, 2, 3, 4, 4, 4, 4, 4])
     """
-    scores = _representative_scores(problem, query_stride)
-    # the range between sinks and window, by query block: (batch or 1, 1, num_q_blocks, 1)
-    first_seen = problem.visible.int().argmax(-1, keepdim=True)
-    start = torch.maximum(problem.first_block() + sink_blocks, first_seen)
-    end = (problem.seen.first_row_block[:, None, :, None] - window_blocks + 1).clamp(min=0)
-    length = (end - start).clamp(min=0)
 
-    chunk = torch.arange(topk_blocks + 1, device=scores.device)
-    bounds = start + chunk * length // topk_blocks
-    bounds = bounds.expand(*scores.shape[:3], -1)
-    low, high = bounds[..., :-1], bounds[..., 1:]
-    halvings = 2
-    # in steps of 4: every number of halvings is another compilation
-    while topk_blocks << halvings < scores.shape[-1]:
-        halvings += 4
-    for _ in range(halvings):
-        middle = (low + high) // 2
-        # a chunk of one block has an empty left half; in order, for equal scores
-        low = torch.stack([low, middle], -1).flatten(-2)
-        high = torch.stack([middle, high], -1).flatten(-2)
-        index = ((low + high - 1) // 2).clamp(0, scores.shape[-1] - 1)
-        value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
-        # empty halves last, even behind chunks of padding
-        order = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
-        best = order.sort(dim=-1, descending=True, stable=True).indices[..., :topk_blocks].sort(dim=-1).values
-        low, high = low.gather(-1, best), high.gather(-1, best)
-    # an empty chunk marks one more column, which is cut off
-    marked = torch.where(low < high, low, scores.shape[-1])
-    chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
-    chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
-    return chosen | problem.sinks(sink_blocks) | problem.diagonals(window_blocks)
+    topk_blocks: int = count(16, 1)
+    sink_blocks: int = count(2)
+    window_blocks: int = count(4, 1)
+    query_stride: int = count(2, 1, "rows")
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        scores = _representative_scores(problem, self.query_stride)
+        # the range between sinks and window, by query block: (batch or 1, 1, num_q_blocks, 1)
+        first_seen = problem.visible.int().argmax(-1, keepdim=True)
+        start = torch.maximum(problem.first_block() + self.sink_blocks, first_seen)
+        end = (problem.seen.first_row_block[:, None, :, None] - self.window_blocks + 1).clamp(min=0)
+        length = (end - start).clamp(min=0)
+
+        chunk = torch.arange(self.topk_blocks + 1, device=scores.device)
+        bounds = start + chunk * length // self.topk_blocks
+        bounds = bounds.expand(*scores.shape[:3], -1)
+        low, high = bounds[..., :-1], bounds[..., 1:]
+        halvings = 2
+        # in steps of 4: every number of halvings is another compilation
+        while self.topk_blocks << halvings < scores.shape[-1]:
+            halvings += 4
+        for _ in range(halvings):
+            middle = (low + high) // 2
+            # a chunk of one block has an empty left half; in order, for equal scores
+            low = torch.stack([low, middle], -1).flatten(-2)
+            high = torch.stack([middle, high], -1).flatten(-2)
+            index = ((low + high - 1) // 2).clamp(0, scores.shape[-1] - 1)
+            value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
+            # empty halves last, even behind chunks of padding
+            order = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
+            best = order.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk_blocks].sort(dim=-1).values
+            low, high = low.gather(-1, best), high.gather(-1, best)
+        # an empty chunk marks one more column, which is cut off
+        marked = torch.where(low < high, low, scores.shape[-1])
+        chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
+        chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
+        return chosen | problem.sinks(self.sink_blocks) | problem.diagonals(self.window_blocks)
+
+    def check(self) -> None:
+        if self.block_size % self.query_stride != 0:
+            raise ValueError(f"query_stride must divide block_size {self.block_size}; got {self.query_stride}")
+
+    def row_numbers(self, kv_len: int) -> int:
+        return max(1, kv_len // self.block_size + 8 * self.topk_blocks // self.block_size)
+
+
+hip_mask = mask_function("hip", Hip)
 
 
 def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, ranks
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, count, mask_function
 
 
-@method(
-    counts={
-        "topk_blocks": (0, "blocks"),
-        "sink_blocks": (0, "blocks"),
-        "local_tokens": (1, "tokens"),
-        "execution_blocks": (1, "blocks"),
-    },
-    shared=True,
-)
-def infllm_mask(
-    problem: BlockProblem, topk_blocks: int = 16, sink_blocks: int = 1, local_tokens: int = 4096, execution_blocks: int = 4
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class InfLLM(Method):
     """InfLLM's block lookup without its positions: one choice for all heads, per group of query blocks.
 
     Groups of `execution_blocks` query blocks count from the call's first row. A group keeps the sinks, the blocks with a key
@@ -33,6 +25,8 @@ def infllm_mask(
     rotated queries and keys. A unit is represented by its mean key instead of the four keys with the most local attention.
 
     All heads share one mask.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -52,19 +46,32 @@ def infllm_mask(
     >>> infllm_mask(query, key, block_size=64, topk_blocks=1, local_tokens=64, execution_blocks=2).to_dense()[0, 0].sum(-1)
     tensor([1, 2, 3, 4, 4, 5, 4, 5])
     """
-    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
-    means = problem.query_means(execution_blocks)
-    first_row = tokens.offset.unsqueeze(-1) + execution_blocks * size * torch.arange(means.shape[2], device=means.device)
-    ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
-    local = (ahead < local_tokens)[:, None]
-    if inputs.window is not None:
-        ahead = ahead.masked_fill(ahead >= inputs.window, -1)
-    units = (ahead >= local_tokens)[:, None] & ~problem.sinks(sink_blocks) & (problem.key_counts() > 0)[:, None, None]
 
-    scores = capped(grouped_scores(means * inputs.scale, problem.key_means()), inputs.softcap)
-    # ranks takes values >= 0; heads that are not finite do not count
-    scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
-    chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < topk_blocks) & units
-    kept = chosen | local | problem.sinks(sink_blocks)
-    return kept.repeat_interleave(execution_blocks, 2)[:, :, : problem.seen.visible.shape[1]]
+    shared = True
+
+    topk_blocks: int = count(16)
+    sink_blocks: int = count(1)
+    local_tokens: int = count(4096, 1, "tokens")
+    execution_blocks: int = count(4, 1)
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+        # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
+        means = problem.query_means(self.execution_blocks)
+        first_row = tokens.offset.unsqueeze(-1) + self.execution_blocks * size * torch.arange(means.shape[2], device=means.device)
+        ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
+        local = (ahead < self.local_tokens)[:, None]
+        if inputs.window is not None:
+            ahead = ahead.masked_fill(ahead >= inputs.window, -1)
+        sinks, has_keys = problem.sinks(self.sink_blocks), (problem.key_counts() > 0)[:, None, None]
+        units = (ahead >= self.local_tokens)[:, None] & ~sinks & has_keys
+
+        scores = capped(grouped_scores(means * inputs.scale, problem.key_means()), inputs.softcap)
+        # ranks takes values >= 0; heads that are not finite do not count
+        scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
+        chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < self.topk_blocks) & units
+        kept = chosen | local | sinks
+        return kept.repeat_interleave(self.execution_blocks, 2)[:, :, : problem.seen.visible.shape[1]]
+
+
+infllm_mask = mask_function("infllm", InfLLM)

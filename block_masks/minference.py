@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import map_bytes
+from flexmask.base.inputs import AttentionInputs, map_bytes
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
-from flexmask.method import BlockProblem, PairsByHead, method
+from flexmask.method import BlockProblem, Method, PairsByHead, mask_function, word
 from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows
 
 LAST_ROWS = 64
@@ -16,8 +18,8 @@ SINK_TOKENS = 30
 NEAR_OFFSETS = 100
 
 
-@method(words={"lines": ("pooled", "covering")}, head_bytes=lambda inputs, size, *_, **__: map_bytes(inputs, size, LAST_ROWS))
-def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lines: str = "pooled") -> Tensor:
+@dataclass(frozen=True, eq=False)
+class MInference(Method):
     """MInference's vertical-slash pattern at the granularity of blocks, with a budget per head.
 
     With p the softmax attention of the last 64 valid rows, a key scores its column's sum and an offset ``position - k`` its
@@ -30,6 +32,8 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     Differs from the paper: its kernel reads single columns. "pooled" is a coarser mask of the same budget, whose slashes count
     for both block diagonals that they cross; "covering" is a superset, nearly dense where columns scatter. The paper's other
     patterns are `tri_shape_mask` and `streaming_llm_mask` (A-shape). Short prompts do not run dense.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -47,29 +51,40 @@ def minference_mask(problem: BlockProblem, plan: PairsByHead = (1000, 6096), lin
     tensor([[1, 0, 0, 0, 1, 0, 0, 0],
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
-    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    rows = representative_rows("last", tokens, LAST_ROWS)
-    attention = representative_attention(inputs, rows, tokens)
-    pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
-    count = torch.stack([pairs[:, 0].clamp(min=SINK_TOKENS), pairs[:, 1].clamp(min=NEAR_OFFSETS // 2)])[:, None, :, None]
-    if lines == "pooled":
-        mass = line_mass(attention, rows, size)
-        near = problem.kv_block < -(-NEAR_OFFSETS // size)
-        vertical = mass.vertical.masked_fill(problem.sinks_of_tokens(SINK_TOKENS)[:, 0], float("inf"))
-        values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
-        candidates = candidate_lines(problem.seen).unsqueeze(2)
-        kept = ranks(values, candidates) < (count / size).ceil()
-        return extended_lines(kept[0], kept[1], problem.seen)
-    attention = torch.where(rows.valid[:, None, :, None], attention, 0.0)
-    columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
-    valid = tokens.key_valid[:, None]
-    ordinal = valid.cumsum(-1)
-    columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))
-    offset = torch.arange(offsets.shape[-1], device=offsets.device)
-    offsets = offsets.masked_fill(offset < NEAR_OFFSETS, float("inf"))
-    keys = in_blocks(ranks(columns, valid) < count[0], size, False).any(-1)
-    slashes = in_blocks(ranks(offsets, torch.ones_like(valid)) < count[1], size, False)
-    # an offset between two multiples of the block crosses two block diagonals
-    crossing = slashes[..., 1:].any(-1)
-    diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
-    return extended_lines(keys, diagonals, problem.seen)
+
+    plan: PairsByHead = (1000, 6096)
+    lines: str = word("pooled", "covering")
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+        rows = representative_rows("last", tokens, LAST_ROWS)
+        attention = representative_attention(inputs, rows, tokens)
+        pairs = problem.as_tensor(self.plan)  # (num_heads or 1, 2)
+        count = torch.stack([pairs[:, 0].clamp(min=SINK_TOKENS), pairs[:, 1].clamp(min=NEAR_OFFSETS // 2)])[:, None, :, None]
+        if self.lines == "pooled":
+            mass = line_mass(attention, rows, size)
+            near = problem.kv_block < -(-NEAR_OFFSETS // size)
+            vertical = mass.vertical.masked_fill(problem.sinks_of_tokens(SINK_TOKENS)[:, 0], float("inf"))
+            values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
+            candidates = candidate_lines(problem.seen).unsqueeze(2)
+            kept = ranks(values, candidates) < (count / size).ceil()
+            return extended_lines(kept[0], kept[1], problem.seen)
+        attention = torch.where(rows.valid[:, None, :, None], attention, 0.0)
+        columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
+        valid = tokens.key_valid[:, None]
+        ordinal = valid.cumsum(-1)
+        columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))
+        offset = torch.arange(offsets.shape[-1], device=offsets.device)
+        offsets = offsets.masked_fill(offset < NEAR_OFFSETS, float("inf"))
+        keys = in_blocks(ranks(columns, valid) < count[0], size, False).any(-1)
+        slashes = in_blocks(ranks(offsets, torch.ones_like(valid)) < count[1], size, False)
+        # an offset between two multiples of the block crosses two block diagonals
+        crossing = slashes[..., 1:].any(-1)
+        diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
+        return extended_lines(keys, diagonals, problem.seen)
+
+    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        return map_bytes(inputs, self.block_size, LAST_ROWS)
+
+
+minference_mask = mask_function("minference", MInference)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import in_blocks, visible_keys
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, mask_function, share
 
 
-@method(ranges={"gamma": "(0, 1]"}, row_numbers=lambda kv_len, *_, **__: kv_len)
-def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Oracle(Method):
     """The fewest blocks of each query block that hold a share of its true attention; for measuring only.
 
     ``M[i, j]`` is the softmax attention to block j, averaged over the valid rows of query block i, which keeps the fewest j,
@@ -19,6 +21,8 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     as few blocks, yet its outputs need not be the best: see `docs/design.md`.
 
     Source: none; the mass that the other methods estimate.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -34,9 +38,19 @@ def oracle_mask(problem: BlockProblem, gamma: float = 0.95) -> Tensor:
     >>> bool((mask.to_dense().sum(-1)[..., -1] < 8).all())
     True
     """
-    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    visible = visible_keys(tokens.position, tokens.row_valid, tokens, inputs.window)[:, None]
-    scores = capped(grouped_scores(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
-    attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
-    mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
-    return top_p(mass, problem.visible, problem.as_tensor(gamma))
+
+    gamma: float = share(0.95)
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+        visible = visible_keys(tokens.position, tokens.row_valid, tokens, inputs.window)[:, None]
+        scores = capped(grouped_scores(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
+        attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
+        mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
+        return top_p(mass, problem.visible, problem.as_tensor(self.gamma))
+
+    def row_numbers(self, kv_len: int) -> int:
+        return kv_len
+
+
+oracle_mask = mask_function("oracle", Oracle)

@@ -5,9 +5,12 @@ Only the shapes of query and key are read; scale and softcap are checked. All he
 
 from __future__ import annotations
 
+from dataclasses import field
+from typing import Any
+
 from torch import Tensor
 
-from flexmask.method import BlockProblem, PairsByHead, method
+from flexmask.method import BlockProblem, PairsByHead, count, method
 
 
 @method
@@ -16,6 +19,8 @@ def causal_mask(problem: BlockProblem) -> None:
 
     Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
     subset.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Examples
     --------
@@ -29,8 +34,10 @@ def causal_mask(problem: BlockProblem) -> None:
     return None
 
 
-@method(counts={"global_tokens": (0, "tokens"), "local_tokens": (1, "tokens")})
-def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_tokens: int = 4096) -> Tensor:
+@method
+def lm_infinite_mask(
+    problem: BlockProblem, global_tokens: int = count(10, 0, "tokens"), local_tokens: int = count(4096, 1, "tokens")
+) -> Tensor:
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
     Keeps the blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
@@ -39,6 +46,8 @@ def lm_infinite_mask(problem: BlockProblem, global_tokens: int = 10, local_token
 
     Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask and is left out, so
     beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -68,8 +77,11 @@ def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
     return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
 
 
-@method(counts={"sink_blocks": (0, "blocks")}, plans={"plan": stand_in_plan})
-def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks: int = 1) -> Tensor:
+_PLAN: Any = field(default=None, metadata={"plan": stand_in_plan})
+
+
+@method
+def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_blocks: int = count(1)) -> Tensor:
     """MoA's elastic windows: a span per head that grows with the length, the same for every input.
 
     With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
@@ -79,6 +91,8 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
 
     Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
     nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -104,8 +118,8 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = None, sink_blocks
     return problem.sinks(sink_blocks) | problem.diagonals((alpha / size + beta * blocks).floor().clamp(min=1))
 
 
-@method(counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks")})
-def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_blocks: int = 64) -> Tensor:
+@method
+def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = count(8), window_blocks: int = count(64, 1)) -> Tensor:
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks``, where i is the block of the
@@ -116,6 +130,8 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
 
     Differs from the paper: whole blocks, where the paper has 4 sink tokens; positions are not re-counted within the cache, which
     a mask cannot do.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -136,8 +152,10 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = 8, window_block
     return problem.sinks(sink_blocks) | problem.diagonals(window_blocks)
 
 
-@method(counts={"sink_blocks": (0, "blocks"), "window_blocks": (1, "blocks"), "last_blocks": (0, "blocks")})
-def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: int = 4, last_blocks: int = 1) -> Tensor:
+@method
+def tri_shape_mask(
+    problem: BlockProblem, sink_blocks: int = count(1), window_blocks: int = count(4, 1), last_blocks: int = count(1)
+) -> Tensor:
     """The triangle mask: sinks, a sliding window, and the last rows in full; the same for every head.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last
@@ -149,6 +167,8 @@ def tri_shape_mask(problem: BlockProblem, sink_blocks: int = 1, window_blocks: i
     Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. Layers
     that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``. In a
     chunk the last rows are those of the chunk.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------

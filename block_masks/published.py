@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -14,35 +14,12 @@ from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
-from flexmask.method import BlockProblem, ByHead, method
+from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share
 from flexmask.plain import blocks_kept_always, by_offset, extended_lines, pooled_map
 
 
-def _check_call(inputs: AttentionInputs, **_: Any) -> None:
-    """Refuse what the published code cannot do."""
-    offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
-    refused = {"softcap": inputs.softcap, "window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": offset}
-    for name, value in refused.items():
-        if value is not None:
-            raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
-
-
-def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, *, tau: float, **_: Any) -> int:
-    # sums by offset take int64 indices
-    return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, 32)
-
-
-@method(
-    counts={"min_budget": (0, "tokens")},
-    ranges={"tau": "[0, 1]"},
-    check=check_max_budget,
-    check_call=_check_call,
-    whole_blocks=True,
-    head_bytes=_head_bytes,
-)
-def published_mask(
-    problem: BlockProblem, gamma: ByHead = 0.95, tau: float = 0.1, *, min_budget: int = 1024, max_budget: int | None = None
-) -> Choice:
+@dataclass(frozen=True, eq=False)
+class Published(Method):
     """The block sets of FlexPrefill's published code, for whole unpadded prompts of a multiple of the block.
 
     Unlike `flexprefill_mask`:
@@ -58,6 +35,8 @@ def published_mask(
     Differs from the published code: scores are float32 (it rounds them to the input's dtype, which moves a few heads in
     bfloat16); its dense shortcut for short prompts is left out; at gamma 1 rounding does not decide.
 
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
+
     Parameters
     ----------
     gamma, tau, min_budget, max_budget
@@ -72,44 +51,77 @@ def published_mask(
     >>> published_mask(query, key, gamma=0.9, block_size=64, min_budget=128).shape
     (1, 4, 512, 512)
     """
-    size, seen, gamma = problem.block_size, problem.seen, problem.as_tensor(gamma)
-    blocks = seen.visible.shape[-1]
-    least, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
-    most = blocks if cap is None else min(cap, blocks)
-    last, key_means = plain.representative_mass(problem, "last"), problem.key_means()
-    # the published scores have no term for the number of keys
-    counts = torch.ones_like(problem.key_counts())
 
-    by_token = (last.attention.mean(2), by_offset(last.attention, last.rows).mean(2))
-    vertical, slash = (tokens.unflatten(-1, (blocks, size)).sum(-1) for tokens in by_token)
-    distance = _distance_with_nan(estimated_attention(problem, last.rows, key_means, counts), vertical)
-    is_query_aware = distance < problem.as_tensor(tau)
-    num_vertical, num_slash = (
-        torch.where(is_query_aware, min(least, most), _budget(tokens, gamma).clamp(min=least).clamp(max=most))
-        for tokens in by_token
-    )
+    whole_blocks = True
 
-    ordered, order = pooled_map(problem, key_means, counts).flatten(2).sort(dim=-1, descending=True, stable=True)
-    share = gamma.unsqueeze(-1)
-    # scatter before comparing: Inductor 2.11 cannot fuse the comparison into a long running sum
-    sums = running_sums(ordered, gamma.dtype)
-    sums = torch.zeros_like(sums).scatter(-1, order, sums)
-    # at gamma 1 rounding must not decide
-    query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
+    gamma: ByHead = 0.95
+    tau: float = share(0.1, "[0, 1]")
+    _: KW_ONLY
+    min_budget: int = count(1024, 0, "tokens")
+    max_budget: int | None = None
 
-    keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), seen) | query_aware
-    keep = (keep | blocks_kept_always(problem)) & problem.visible
-    return Choice(
-        block_lists(keep, seen.full),
-        keep,
-        {
-            "is_query_aware": lambda _: is_query_aware,
-            "js_distance": lambda _: distance,
-            "num_vertical_blocks": lambda _: num_vertical,
-            "num_slash_blocks": lambda _: num_slash,
-            "coverage": lambda keep: plain.coverage(problem, last, keep),
-        },
-    )
+    def select(self, problem: BlockProblem) -> Choice:
+        size, seen, gamma = problem.block_size, problem.seen, problem.as_tensor(self.gamma)
+        blocks = seen.visible.shape[-1]
+        least, cap = num_blocks(self.min_budget, size), None if self.max_budget is None else num_blocks(self.max_budget, size)
+        most = blocks if cap is None else min(cap, blocks)
+        last, key_means = plain.representative_mass(problem, "last"), problem.key_means()
+        # the published scores have no term for the number of keys
+        counts = torch.ones_like(problem.key_counts())
+
+        by_token = (last.attention.mean(2), by_offset(last.attention, last.rows).mean(2))
+        vertical, slash = (tokens.unflatten(-1, (blocks, size)).sum(-1) for tokens in by_token)
+        distance = _distance_with_nan(estimated_attention(problem, last.rows, key_means, counts), vertical)
+        is_query_aware = distance < problem.as_tensor(self.tau)
+        num_vertical, num_slash = (
+            torch.where(is_query_aware, min(least, most), _budget(tokens, gamma).clamp(min=least).clamp(max=most))
+            for tokens in by_token
+        )
+
+        ordered, order = pooled_map(problem, key_means, counts).flatten(2).sort(dim=-1, descending=True, stable=True)
+        share = gamma.unsqueeze(-1)
+        # scatter before comparing: Inductor 2.11 cannot fuse the comparison into a long running sum
+        sums = running_sums(ordered, gamma.dtype)
+        sums = torch.zeros_like(sums).scatter(-1, order, sums)
+        # at gamma 1 rounding must not decide
+        query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
+
+        keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), seen) | query_aware
+        keep = (keep | blocks_kept_always(problem)) & problem.visible
+        return Choice(
+            block_lists(keep, seen.full),
+            keep,
+            {
+                "is_query_aware": lambda _: is_query_aware,
+                "js_distance": lambda _: distance,
+                "num_vertical_blocks": lambda _: num_vertical,
+                "num_slash_blocks": lambda _: num_slash,
+                "coverage": lambda keep: plain.coverage(problem, last, keep),
+            },
+        )
+
+    def check(self) -> None:
+        check_max_budget(self.max_budget, self.min_budget)
+
+    def check_call(self, inputs: AttentionInputs) -> None:
+        """Refuse what the published code cannot do."""
+        offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
+        refused = {
+            "softcap": inputs.softcap,
+            "window": inputs.window,
+            "attention_mask": inputs.attention_mask,
+            "q_offset": offset,
+        }
+        for name, value in refused.items():
+            if value is not None:
+                raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
+
+    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        # sums by offset take int64 indices
+        return plain_bytes(inputs, self.block_size, 72 if self.tau > 0 else 56, 32)
+
+
+published_mask = mask_function("published", Published)
 
 
 def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:

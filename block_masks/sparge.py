@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flexmask.base.checks import check_real
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax, running_sums
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, mask_function, share
 
 
-def _check(similarity_threshold: float, **_: object) -> None:
-    check_real("similarity_threshold", similarity_threshold)
-    if not -1 <= similarity_threshold <= 1:
-        raise ValueError(f"similarity_threshold must be in [-1, 1]; got {similarity_threshold}")
-
-
-@method(
-    ranges={"cdf_threshold": "(0, 1]", "topk": "(0, 1]"},
-    check=_check,
-    row_numbers=lambda kv_len, block_size, **_: 8 * kv_len // block_size**2,
-)
-def sparge_mask(
-    problem: BlockProblem, similarity_threshold: float = 0.6, cdf_threshold: float = 0.98, topk: float | None = None
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Sparge(Method):
     """SpargeAttn's first stage: top-p over pooled scores; blocks that are not self-similar are kept whole.
 
     A block is self-similar iff the mean cosine of all pairs of its tokens exceeds `similarity_threshold`; the mean key is
@@ -39,6 +29,8 @@ def sparge_mask(
     Differs from the paper: the second stage, inside the kernel, and the quantised products are left out. Key blocks are as long
     as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys, hence
     another in each chunk.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -59,30 +51,47 @@ def sparge_mask(
     >>> bool((mask.to_dense().sum(-1) <= 3).all())  # two of eight, and the own block
     True
     """
-    inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    key_valid, counts = tokens.key_valid, problem.key_counts()
-    present = inputs.key.float().masked_fill(~key_valid[:, None, :, None], 0)
-    centre = present.sum(2, keepdim=True) / key_valid.sum(-1).clamp(min=1)[:, None, None, None]
-    least = problem.as_tensor(similarity_threshold)
-    keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > least
-    rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > least
-    per_key = inputs.query.shape[1] // inputs.key.shape[1]
-    keys_alike = keys_alike.repeat_interleave(per_key, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
 
-    scores = capped(grouped_scores(problem.query_means() * inputs.scale, problem.key_means()), inputs.softcap)
-    candidates = problem.visible & keys_alike & (counts > 0)[:, None, None]
-    attention = torch.where(candidates, masked_softmax(scores, candidates), 0.0).nan_to_num(0.0)
-    order = torch.where(candidates, attention, -1.0).sort(dim=-1, descending=True, stable=True).indices
-    if topk is None:
-        share = problem.as_tensor(cdf_threshold)
-        # at 1 rounding must not decide
-        within = (running_sums(attention.gather(-1, order), share.dtype) <= share) | (share >= 1)
-    else:
-        share = problem.as_tensor(topk)
-        within = problem.kv_block < (share * attention.shape[-1]).floor()
-    within = within | (problem.kv_block == 0)
-    chosen = torch.zeros_like(candidates.expand(order.shape)).scatter(-1, order, within.expand(order.shape))
-    return (chosen & candidates) | ~keys_alike | ~rows_alike.unsqueeze(-1)
+    similarity_threshold: float = 0.6
+    cdf_threshold: float = share(0.98)
+    topk: float | None = share(None)
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+        key_valid, counts = tokens.key_valid, problem.key_counts()
+        present = inputs.key.float().masked_fill(~key_valid[:, None, :, None], 0)
+        centre = present.sum(2, keepdim=True) / key_valid.sum(-1).clamp(min=1)[:, None, None, None]
+        least = problem.as_tensor(self.similarity_threshold)
+        keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > least
+        rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > least
+        per_key = inputs.query.shape[1] // inputs.key.shape[1]
+        keys_alike = keys_alike.repeat_interleave(per_key, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
+
+        scores = capped(grouped_scores(problem.query_means() * inputs.scale, problem.key_means()), inputs.softcap)
+        candidates = problem.visible & keys_alike & (counts > 0)[:, None, None]
+        attention = torch.where(candidates, masked_softmax(scores, candidates), 0.0).nan_to_num(0.0)
+        order = torch.where(candidates, attention, -1.0).sort(dim=-1, descending=True, stable=True).indices
+        if self.topk is None:
+            share = problem.as_tensor(self.cdf_threshold)
+            # at 1 rounding must not decide
+            within = (running_sums(attention.gather(-1, order), share.dtype) <= share) | (share >= 1)
+        else:
+            share = problem.as_tensor(self.topk)
+            within = problem.kv_block < (share * attention.shape[-1]).floor()
+        within = within | (problem.kv_block == 0)
+        chosen = torch.zeros_like(candidates.expand(order.shape)).scatter(-1, order, within.expand(order.shape))
+        return (chosen & candidates) | ~keys_alike | ~rows_alike.unsqueeze(-1)
+
+    def check(self) -> None:
+        check_real("similarity_threshold", self.similarity_threshold)
+        if not -1 <= self.similarity_threshold <= 1:
+            raise ValueError(f"similarity_threshold must be in [-1, 1]; got {self.similarity_threshold}")
+
+    def row_numbers(self, kv_len: int) -> int:
+        return max(1, 8 * kv_len // self.block_size**2)
+
+
+sparge_mask = mask_function("sparge", Sparge)
 
 
 def _similarity(x: Tensor, valid: Tensor, size: int) -> Tensor:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import map_bytes
+from flexmask.base.inputs import AttentionInputs, map_bytes
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, count, mask_function
 from flexmask.plain import extended_lines, representative_mass
 
 
-@method(
-    counts={"vertical_size": (0, "tokens"), "slash_size": (0, "tokens")},
-    head_bytes=lambda inputs, size, *_, **__: map_bytes(inputs, size, size),
-)
-def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_size: int = 8192) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class VerticalSlash(Method):
     """The heaviest key blocks and block diagonals of the last rows' attention, a fixed number of each in every head.
 
     With p the softmax attention of the last ``block_size`` valid rows, ``V[j]`` its mass on key block j and ``S[c]`` on block
@@ -27,6 +26,8 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
 
     Differs from the paper: a slash counts for both block diagonals that it crosses, in the published code for the nearer only;
     short prompts do not run dense.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -41,11 +42,22 @@ def vertical_slash_mask(problem: BlockProblem, vertical_size: int = 8192, slash_
     tensor([[1, 0, 0, 0, 1, 0, 0, 0],
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
-    size, mass = problem.block_size, representative_mass(problem, "last").mass
-    candidates = candidate_lines(problem.seen).unsqueeze(2)
-    first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
-    lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
-    rank = ranks(lines, candidates)
-    vertical = rank[0] < -(-vertical_size // size)
-    slash = rank[1] < -(-slash_size // size)
-    return extended_lines(vertical, slash, problem.seen)
+
+    vertical_size: int = count(8192, 0, "tokens")
+    slash_size: int = count(8192, 0, "tokens")
+
+    def select(self, problem: BlockProblem) -> Tensor:
+        size, mass = problem.block_size, representative_mass(problem, "last").mass
+        candidates = candidate_lines(problem.seen).unsqueeze(2)
+        first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
+        lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
+        rank = ranks(lines, candidates)
+        vertical = rank[0] < -(-self.vertical_size // size)
+        slash = rank[1] < -(-self.slash_size // size)
+        return extended_lines(vertical, slash, problem.seen)
+
+    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        return map_bytes(inputs, self.block_size, self.block_size)
+
+
+vertical_slash_mask = mask_function("vertical_slash", VerticalSlash)

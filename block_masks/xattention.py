@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
-from flexmask.method import BlockProblem, method
+from flexmask.method import BlockProblem, Method, count, mask_function, share
 
 
-def _check(block_size: int, stride: int, **_: object) -> None:
-    if block_size % stride != 0:
-        raise ValueError(f"stride must divide block_size {block_size}; got {stride}")
-
-
-@method(
-    counts={"stride": (1, "tokens")},
-    ranges={"threshold": "(0, 1]"},
-    check=_check,
-    row_numbers=lambda kv_len, *_, stride, **__: kv_len // stride**2,
-)
-def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0.9) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class XAttention(Method):
     """XAttention's antidiagonal block scores, and the fewest blocks of each query block that reach a share of them.
 
     Rows and keys are cut into groups of s = `stride`. Each pair of groups (u, v) samples one antidiagonal of its s x s scores::
@@ -36,6 +28,8 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
 
     Differs from the paper: the mean is over existing pairs, where the published code divides by s; its per-head thresholds for
     one model are left out. The sink is key column 0, as in the paper; the published flag forces query row 0.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -53,25 +47,41 @@ def xattention_mask(problem: BlockProblem, stride: int = 8, threshold: float = 0
     >>> bool(xattention_mask(query, key, block_size=64, threshold=0.5).to_dense()[..., 0].all())  # the sink
     True
     """
-    inputs, size = problem.inputs, problem.block_size
-    row_valid = whole_blocks(problem.tokens.row_valid.float(), 1, size).flatten(1).unflatten(1, (-1, stride)).flip(2)
-    key_valid = whole_blocks(problem.tokens.key_valid.float(), 1, size).flatten(1).unflatten(1, (-1, stride))
-    pairs = row_valid @ key_valid.mT  # (batch or 1, row groups, key groups): pairs of tokens on each antidiagonal
 
-    # groups as one long vector; padding must not count, NaN included
-    query = inputs.query.masked_fill(~problem.tokens.row_valid[:, None, :, None], 0)
-    key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
-    query = whole_blocks(query, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flip(3).flatten(3)
-    key = whole_blocks(key, 2, size).flatten(2, 3).unflatten(2, (-1, stride)).flatten(3)
-    scores = capped(grouped_scores(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
+    stride: int = count(8, 1, "tokens")
+    threshold: float = share(0.9)
 
-    first_row = problem.tokens.offset.unsqueeze(-1) + stride * torch.arange(query.shape[2], device=query.device)
-    ahead = first_row.unsqueeze(-1) - stride * torch.arange(key.shape[2], device=key.device)  # of the row group, in tokens
-    visible = (pairs > 0) & (ahead > -stride)
-    if inputs.window is not None:
-        visible = visible & (ahead < inputs.window + stride - 1)
-    visible = visible[:, None]
-    attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
-    tiles = attention.unflatten(3, (-1, size // stride)).sum(4).unflatten(2, (-1, size // stride)).sum(3)
-    forced = problem.sinks(1) | problem.own
-    return top_p(tiles, problem.visible, problem.as_tensor(threshold), forced)
+    def select(self, problem: BlockProblem) -> Tensor:
+        inputs, size = problem.inputs, problem.block_size
+        row_valid = whole_blocks(problem.tokens.row_valid.float(), 1, size).flatten(1).unflatten(1, (-1, self.stride)).flip(2)
+        key_valid = whole_blocks(problem.tokens.key_valid.float(), 1, size).flatten(1).unflatten(1, (-1, self.stride))
+        pairs = row_valid @ key_valid.mT  # (batch or 1, row groups, key groups): pairs of tokens on each antidiagonal
+
+        # groups as one long vector; padding must not count, NaN included
+        query = inputs.query.masked_fill(~problem.tokens.row_valid[:, None, :, None], 0)
+        key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
+        query = whole_blocks(query, 2, size).flatten(2, 3).unflatten(2, (-1, self.stride)).flip(3).flatten(3)
+        key = whole_blocks(key, 2, size).flatten(2, 3).unflatten(2, (-1, self.stride)).flatten(3)
+        scores = capped(grouped_scores(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
+
+        first_row = problem.tokens.offset.unsqueeze(-1) + self.stride * torch.arange(query.shape[2], device=query.device)
+        # of the row group, in tokens
+        ahead = first_row.unsqueeze(-1) - self.stride * torch.arange(key.shape[2], device=key.device)
+        visible = (pairs > 0) & (ahead > -self.stride)
+        if inputs.window is not None:
+            visible = visible & (ahead < inputs.window + self.stride - 1)
+        visible = visible[:, None]
+        attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
+        tiles = attention.unflatten(3, (-1, size // self.stride)).sum(4).unflatten(2, (-1, size // self.stride)).sum(3)
+        forced = problem.sinks(1) | problem.own
+        return top_p(tiles, problem.visible, problem.as_tensor(self.threshold), forced)
+
+    def check(self) -> None:
+        if self.block_size % self.stride != 0:
+            raise ValueError(f"stride must divide block_size {self.block_size}; got {self.stride}")
+
+    def row_numbers(self, kv_len: int) -> int:
+        return max(1, kv_len // self.stride**2)
+
+
+xattention_mask = mask_function("xattention", XAttention)

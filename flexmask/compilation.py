@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import types
@@ -25,7 +24,7 @@ from flexmask._torch import (
     without_function_modes,
 )
 from flexmask.base.inputs import AttentionInputs
-from flexmask.precision import without_tf32
+from flexmask.said import is_new
 
 _log = logging.getLogger("flexmask")
 
@@ -77,23 +76,13 @@ def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], varian
     return call
 
 
-# by function and words: the sizes and states for which they were said
-_said: dict[str, tuple[set[Hashable], set[Hashable]]] = {}
-
-
 def _what_is_new(name: str, numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...], state: Hashable) -> str:
     """A compilation in words, which no other one has: where its kind was compiled before, with what differs."""
     words = f"{name} ({', '.join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))})"
-    if words not in _said:
-        _said[words] = ({numbers}, {state})
-        return words
-    sizes, states = _said[words]
-    new = ["other heads or sizes"] * (numbers not in sizes) + ["another mode (gradients, autocast, threads)"] * (
-        state not in states
-    )
-    sizes.add(numbers)
-    states.add(state)
-    return f"{words} again, for {' and '.join(new) or 'another combination of its sizes and modes'}"
+    by_part = {"other heads or sizes": numbers, "another mode (gradients, autocast, threads)": state}
+    is_first = is_new(words)
+    new = [part for part, value in by_part.items() if is_new(words, part, value)]
+    return words if is_first else f"{words} again, for {' and '.join(new) or 'another combination of its sizes and modes'}"
 
 
 def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], inputs: AttentionInputs, *rest: Any) -> Any:
@@ -120,8 +109,7 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
     # drop unused fields to avoid recompilations
     dynamic_query, dynamic_key = with_dynamic(query, 2), with_dynamic(key, 2)
     dynamic = AttentionInputs(dynamic_query, dynamic_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
-    with without_tf32() if query.is_cuda else contextlib.nullcontext():
-        return run(dynamic, *rest)
+    return run(dynamic, *rest)
 
 
 def runs_uncompiled(query: Tensor) -> bool:

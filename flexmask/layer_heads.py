@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
-# query heads by layer as a model's modules have them, by id of a living config: some models differ from theirs
-_HEADS: dict[int, Mapping[int, int]] = {}
 
+def heads_by_layer(config: Any, of_modules: Mapping[int, int]) -> tuple[int | None, ...] | None:
+    """Query heads of each layer, None where nothing tells; None without a number of layers.
 
-def note_heads(config: Any, heads: Mapping[int, int]) -> None:
-    """Query heads by layer of a model of this config, for `heads_by_layer`."""
-    if id(config) not in _HEADS:
-        weakref.finalize(config, _HEADS.pop, id(config), None)
-    _HEADS[id(config)] = heads
-
-
-def heads_by_layer(config: Any) -> tuple[int | None, ...] | None:
-    """Query heads of each layer, noted ones or those of the config, None where neither knows; None without a number of layers."""
+    `of_modules`, by layer, are those of a model's modules: some models differ from their configs.
+    """
     number = getattr(config, "num_hidden_layers", None)
     if not isinstance(number, int):
         return None
@@ -27,5 +19,4 @@ def heads_by_layer(config: Any) -> tuple[int | None, ...] | None:
     heads = getattr(config, "num_attention_heads_per_layer", None)
     heads = heads or [getattr(of_layer, "num_attention_heads", None) for of_layer in layers]
     heads = [each[layer] if isinstance(each, (list, tuple)) else each for layer, each in enumerate(heads)]
-    noted = _HEADS.get(id(config), {})
-    return tuple(noted.get(layer, heads[layer]) for layer in range(number))
+    return tuple(of_modules.get(layer, heads[layer]) for layer in range(number))

@@ -1,13 +1,11 @@
-"""The decorator that makes a method: a mask generator and an entry of the table."""
+"""Mask generators, and the decorator that makes a method of a function."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
-import types
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, Union, cast, get_args, get_origin, get_type_hints, overload
+from collections.abc import Callable
+from dataclasses import Field, field, fields, make_dataclass
+from typing import Any, Literal, Protocol, cast, get_type_hints, overload
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -16,23 +14,23 @@ from flexmask.base.blocks import BlockProblem as BlockProblem
 from flexmask.base.inputs import attention_inputs, head_groups
 from flexmask.flex.block_mask import block_mask
 from flexmask.select import prepare_selection, select_blocks
-from flexmask.selector import METHODS, Method
+from flexmask.selector import METHODS, read_fields
 from flexmask.selector import ByHead as ByHead
+from flexmask.selector import Method as Method
 from flexmask.selector import PairsByHead as PairsByHead
+from flexmask.selector import count as count
+from flexmask.selector import share as share
+from flexmask.selector import word as word
 from flexmask.stats import STATISTICS, SelectionStats, stats_of
 
 MOST_MASK_BYTES = 16 * 2**30
-# options that `flexmask.select.selection_operator` passes
-_PASSED = (int, float, bool, str, type(None), ByHead, PairsByHead)
-_Plans = Mapping[str, Callable[[int], PairsByHead]]
-_OF_ALL = "The other parameters, the result and the errors are those of `flexprefill_mask`."
 
 
 class MaskFunction(Protocol):
     """A generator of BlockMasks; its options are the method's own, by position or name."""
 
     __name__: str
-    method: Method
+    method: type[Method]
 
     # fmt: off
     @overload
@@ -56,61 +54,28 @@ class MaskFunction(Protocol):
     # fmt: on
 
 
-@overload
-def method(choose: Callable[..., Any], *, plans: _Plans | None = ..., **fields: Any) -> MaskFunction: ...
-@overload
-def method(choose: None = None, *, plans: _Plans | None = ..., **fields: Any) -> Callable[[Callable[..., Any]], MaskFunction]: ...
-def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = None, **fields: Any) -> Any:
-    """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
+def mask_function(name: str, cls: type[Method]) -> MaskFunction:
+    """The generator of a method's BlockMasks, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
 
-    Parameters
-    ----------
-    choose
-        From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
-        every visible block; a call raises TypeError or ValueError for anything else.
-        Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
-        (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
-        tensors; 0 stays a number. Other options are compile-time constants.
-    plans
-        By name of a PairsByHead option: a function of num_heads that replaces None.
-    fields
-        Other fields of `Method`, by name.
-
-    Returns
-    -------
-    callable
-        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with the
-        `Method` as its attribute ``method``. A numpydoc docstring without "Returns" gets a reference to that of flexprefill.
+    ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` is checked as `flexmask.flexprefill_mask`, has the
+    class's docstring, and the class as its attribute ``method``.
 
     Raises
     ------
     ValueError
-        For a name that another function has in the table.
+        For a name that another class has in the table.
     TypeError
-        For options of other types, if the method has kernels: an operator passes them inside ``torch.compile``.
+        For options of a method with kernels that no operator passes inside ``torch.compile``.
     """
-    if choose is None:
-        return functools.partial(method, plans=plans, **fields)
-    declared = list(inspect.signature(choose).parameters.values())[1:]
-    hints = get_type_hints(choose, include_extras=True)
-    accepted = {p.name: _alternatives(hints.get(p.name, Any)) for p in declared}
-    for name, kinds in accepted.items() if fields.get("has_kernels") else ():
-        if any(kind not in _PASSED for kind in kinds):
-            raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
-    entry = Method(
-        choose, {p.name: p.default for p in declared}, choose.__name__.removesuffix("_mask"),
-        floats=tuple(name for name, kinds in accepted.items() if float in kinds),
-        shares=tuple(name for name, kinds in accepted.items() if ByHead in kinds),
-        pairs={name: (plans or {}).get(name) for name, kinds in accepted.items() if PairsByHead in kinds}, **fields,
-    )  # fmt: skip
-    other = METHODS.get(entry.name)
+    cls.name, made = name, f"{name}_mask"
+    read_fields(cls)
+    other = METHODS.get(name)
     # a module may be imported again
-    if other is not None and _qualified_name(other.choose) != _qualified_name(choose):
-        owner = _qualified_name(other.choose)
-        raise ValueError(f"{choose.__name__} must have another name: method {entry.name!r} is that of {owner}")
-    positional = [p.name for p in declared if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if other is not None and _qualified_name(other) != _qualified_name(cls):
+        raise ValueError(f"{made} must have another name: method {name!r} is that of {_qualified_name(other)}")
+    options = [each for each in fields(cls) if each.name in cls.defaults]
+    positional = [each.name for each in options if not each.kw_only]
 
-    @functools.wraps(choose, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
     def generate(
         query: Tensor,
         key: Tensor,
@@ -125,15 +90,15 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
         **options: Any,
     ) -> Any:
         if len(by_position) > len(positional):
-            raise TypeError(f"{choose.__name__} takes {len(positional)} options by position; got {len(by_position)}")
-        for name, value in zip(positional[: len(by_position)], by_position, strict=True):
-            if name in options:
-                raise TypeError(f"{choose.__name__} got {name} twice, by position and by name")
-            options[name] = value
+            raise TypeError(f"{made} takes {len(positional)} options by position; got {len(by_position)}")
+        for option, value in zip(positional[: len(by_position)], by_position, strict=True):
+            if option in options:
+                raise TypeError(f"{made} got {option} twice, by position and by name")
+            options[option] = value
         inputs = attention_inputs(
             query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
         ).with_offset()
-        selector = entry.checked(block_size, options).for_inputs(inputs)
+        selector = cls.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes(inputs)
         if needed > MOST_MASK_BYTES:
             raise ValueError(
@@ -145,26 +110,72 @@ def method(choose: Callable[..., Any] | None = None, *, plans: _Plans | None = N
         mask = block_mask(inputs, selection)
         return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
-    doc = inspect.getdoc(choose)
-    if doc is not None and "\nReturns\n" not in doc:
-        generate.__doc__ = re.sub(r"^(?=\w+\n-+$)", f"{_OF_ALL}\n\n", doc, count=1, flags=re.MULTILINE)
-    # its signature is another
-    del generate.__wrapped__
-    common = [p for p in inspect.signature(generate).parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    parameters = sorted([*common[:2], *declared, *common[2:]], key=lambda p: p.kind)
-    signature = inspect.Signature(parameters, return_annotation="BlockMask | tuple[BlockMask, SelectionStats]")
+    query, key, _, *common, _ = inspect.signature(generate).parameters.values()
+    own = [
+        inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
+        for each in options
+    ]
     function = cast(Any, generate)
     # inspect and help() read it
-    function.__signature__ = signature
-    function.method = entry
-    METHODS[entry.name] = entry
-    return function
+    function.__signature__ = inspect.Signature(
+        [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
+    )
+    function.__name__, function.__module__, function.__doc__ = made, cls.__module__, cls.__doc__
+    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + made
+    function.method = METHODS[name] = cls
+    return cast(MaskFunction, generate)
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The parts of an annotation: those of a union, else itself."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+def method(choose: Callable[..., Any]) -> MaskFunction:
+    """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
+
+    Parameters
+    ----------
+    choose
+        From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
+        every visible block; a call raises TypeError or ValueError for anything else.
+        Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
+        (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
+        tensors; 0 stays a number. Other options are compile-time constants.
+
+    Returns
+    -------
+    callable
+        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with a
+        `Method` as its attribute ``method``. Methods with checks of their own, or kernels, are classes (`mask_function`).
+
+    Raises
+    ------
+    ValueError
+        For a name that another function has in the table.
+    """
+    _, *declared = inspect.signature(choose).parameters.values()
+    hints = get_type_hints(choose, include_extras=True)
+    options = []
+    for each in declared:
+        # `count` and others give fields
+        option = each.default if isinstance(each.default, Field) else field(default=each.default)
+        option.kw_only = each.kind is each.KEYWORD_ONLY
+        options.append((each.name, hints.get(each.name, Any), option))
+    # torch.compile (2.11) traces no function with a Field
+    function = cast(Any, choose)
+    function.__defaults__ = tuple(_plain(x) for x in function.__defaults__ or ()) or None
+    function.__kwdefaults__ = {name: _plain(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
+    body = {
+        "select": lambda self, problem: choose(problem, **self.options),
+        "__module__": choose.__module__,
+        "__qualname__": choose.__qualname__,
+        "__doc__": inspect.getdoc(choose),
+    }
+    cls = make_dataclass(choose.__name__, options, bases=(Method,), namespace=body, frozen=True, eq=False)
+    for each, (_, _, option) in zip(declared, options, strict=True):
+        option.type = each.annotation  # as written, for help()
+    return mask_function(choose.__name__.removesuffix("_mask"), cls)
 
 
-def _qualified_name(function: Callable[..., Any]) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+def _plain(default: Any) -> Any:
+    return default.default if isinstance(default, Field) else default
+
+
+def _qualified_name(cls: type[Method]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -22,7 +22,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
-from flexmask.base.selection import BlockLists, block_lists
+from flexmask.base.selection import BlockLists, Blocks, block_lists
 from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whole_blocks
 
 
@@ -86,7 +86,11 @@ def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> L
     weights = torch.stack([torch.ones_like(lead), lead.clamp(min=0), (-lead).clamp(min=0)], -1)
     weights = torch.where(rows.valid[..., None, None], weights, 0.0)
     # to key block j, and the parts of it on block diagonals P-j+1 and P-j-1; the rest is on P-j
-    by_row, after, before = (attention @ weights[:, None]).unbind(-1)
+    if attention.device.type == "cpu":
+        by_row, after, before = (attention @ weights[:, None]).unbind(-1)
+    else:
+        # products may run in TF32; torch compiles these sums into one kernel
+        by_row, after, before = ((attention * weight[:, None, :, None]).sum(-1) for weight in weights.unbind(-1))
     own_block = rows.position // block_size
     slash = _by_diagonal(by_row - after - before, own_block)
     slash = slash + _by_diagonal(after, own_block + 1) + _by_diagonal(before, own_block - 1)
@@ -162,12 +166,6 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
     in_kept = torch.where(keep.gather(2, q_block), mass.mass.by_row, 0.0).sum((-2, -1))
     return in_kept / rows.valid.sum(-1).clamp(min=1)[:, None]
-
-
-class Blocks(NamedTuple):
-    """Blocks that rows choose."""
-
-    chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
 
 
 def kept_blocks(

@@ -16,7 +16,7 @@ from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
 from flexmask.select import Prepared, prepare_selection, select_blocks
-from flexmask.selector import METHODS, CallSelector
+from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
 
 
@@ -136,11 +136,11 @@ class Plan:
 
 
 def plan_call(
-    inputs: AttentionInputs, selector: CallSelector, options: CallOptions, return_lse: bool = False, at_any_length: bool = False
+    inputs: AttentionInputs, selector: FittedMethod, options: CallOptions, return_lse: bool = False, at_any_length: bool = False
 ) -> Plan:
     """Decide: dense with few tokens or rows, unless `at_any_length`, or where every head keeps every block; else by key head."""
     policy, num_heads, num_kv_heads = options.policy, inputs.query.shape[1], inputs.key.shape[1]
-    per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all
+    per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all(num_heads)
     fits = policy.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
     reason = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
     if reason is None and fits:
@@ -151,7 +151,7 @@ def plan_call(
     if not fits or inputs.needs_grad or is_traced():
         return _in_groups(inputs, selector, options, None, return_lse, (False,) * num_kv_heads)
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
-    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.method.is_users
+    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.is_users
     dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
     most_kept = CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
     return _in_groups(inputs, selector, options, None, return_lse, dense, most_kept)
@@ -173,7 +173,7 @@ def every_block_plan(inputs: AttentionInputs, block_size: int, options: CallOpti
 
 def _in_groups(
     inputs: AttentionInputs,
-    selector: CallSelector,
+    selector: FittedMethod,
     options: CallOptions,
     reason: str | None,
     return_lse: bool,

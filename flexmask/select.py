@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from flexmask.base.scores import widest_float
 from flexmask.base.selection import BlockLists, Choice, Selection, block_lists
 from flexmask.base.visibility import BlockVisibility, Tokens, num_blocks
 from flexmask.compilation import run_compiled, runs_uncompiled
-from flexmask.selector import METHODS, CallSelector, Selector
+from flexmask.selector import METHODS, FittedMethod, Method
 from flexmask.stats import FROM_LISTS, computed, empty
 
 if HAS_TRITON:
@@ -33,8 +33,8 @@ MOST_NUMBERS = 2**27
 class Prepared(NamedTuple):
     """The part of a selection that no layer's numbers change."""
 
-    selector: CallSelector
-    options: dict[str, Any]  # as the method takes them (`as_taken`)
+    selector: FittedMethod
+    method: Method  # the same with options as its steps take them (`as_taken`)
     by_kernels: bool
     rows: int | None = None  # of a slice, for a method in slices of rows
     # the geometry, for kernels and for plain steps; None: computed with the selection
@@ -42,26 +42,27 @@ class Prepared(NamedTuple):
     cut: tuple[Tokens, BlockVisibility] | None = None
 
 
-def prepare_selection(selector: CallSelector, inputs: SparseInputs, like: Prepared | None = None) -> Prepared:
+def prepare_selection(selector: FittedMethod, inputs: SparseInputs, like: Prepared | None = None) -> Prepared:
     """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
     query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
         if is_traced() and by_kernels:
-            return Prepared(selector, {}, True)
+            return Prepared(selector, selector, True)
         # a launch takes numbers as they are
-        options = as_taken(selector, query, keep_numbers=by_kernels)
+        method = as_taken(selector, query, keep_numbers=by_kernels)
         if by_kernels:
             edges = None if like is None else like.edges
-            return Prepared(selector, options, True, edges=edges or _edges(inputs, size))
-        if selector.row_numbers:
-            rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * selector.row_numbers * size)) * size
+            return Prepared(selector, method, True, edges=edges or _edges(inputs, size))
+        numbers = selector.row_numbers(inputs.key.shape[2])
+        if numbers:
+            rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * numbers * size)) * size
             if rows < query.shape[2]:
-                return Prepared(selector, options, False, rows)
+                return Prepared(selector, method, False, rows)
         cut = None if like is None else like.cut
         # compiled steps compute the geometry in one graph with the rest
         if cut is None and runs_uncompiled(query) and not is_traced():
             cut = cut_into_blocks(inputs, size, plain).cut
-        return Prepared(selector, options, False, cut=cut)
+        return Prepared(selector, method, False, cut=cut)
 
 
 def select_blocks(
@@ -77,25 +78,27 @@ def select_blocks(
         if not with_map and result.mask_mod is None:
             # without a map and a title all methods share one compiled kernel
             return result if result.keep is None else result.with_fields(keep=None)
-        title = selector.method.name if result.mask_mod is not None else selector.title
+        title = selector.name if result.mask_mod is not None else selector.title
         return result.with_fields(keep=result.keep if with_map else None, title=title)
 
 
-def as_taken(selector: Selector, query: Tensor, keep_numbers: bool) -> dict[str, Any]:
-    """The options, numbers as tensors in `widest_float`, so that another value is not another compilation.
+def as_taken(method: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
+    """The method with numbers as tensors in `widest_float`, so that another value is not another compilation.
 
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
-    method, options = selector.method, dict(selector.options)
+    options, taken = method.options, {}
     floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
     for name in (*floats, *method.pairs, *method.shares):
-        if keep_numbers and isinstance(options[name], float):
+        value = options[name]
+        if keep_numbers and isinstance(value, float):
             continue
-        if not isinstance(options[name], Tensor):
-            options[name] = _written(query.device, options[name], (query.shape[1],) if name in method.shares else ())
+        if not isinstance(value, Tensor):
+            value = _written(query.device, value, (query.shape[1],) if name in method.shares else ())
         if query.is_cuda and not keep_numbers and not is_traced():
-            keep_static(options[name])
-    return options
+            keep_static(value)
+        taken[name] = value
+    return method.with_options(**taken)
 
 
 def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
@@ -122,24 +125,22 @@ def _edges(inputs: SparseInputs, block_size: int) -> Edges:
 
 def run_kernels(prepared: Prepared, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """Run a method by kernels."""
-    method, size = prepared.selector.method, prepared.selector.block_size
+    size = prepared.method.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     with _on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
-        return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), method.choose, prepared.options, statistics)
+        return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), prepared.method, statistics)
 
 
 def run_plain(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None) -> Selection:
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
-    method, size, options = prepared.selector.method, prepared.selector.block_size, prepared.options
+    method, size = prepared.method, prepared.method.block_size
     if prepared.cut is not None:
-        problem = BlockProblem(inputs, size, plain, cut=prepared.cut)
-        return result_of(problem, method.choose, options, statistics)
-    arguments = (size, method.choose, options, statistics, end)
+        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
     if method.is_users:
-        return plain_result(inputs, *arguments)
-    fixed = tuple([(name, value) for name, value in options.items() if not isinstance(value, Tensor)])
-    return run_compiled(plain_result, (method.name, fixed, statistics), inputs, *arguments)
+        return plain_result(inputs, size, method, statistics, end)
+    fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
+    return run_compiled(plain_result, (method.name, fixed, statistics), inputs, size, method, statistics, end)
 
 
 def _in_slices(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
@@ -155,29 +156,32 @@ def _in_slices(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, 
         assert keep is not None
         maps.append(keep)
     # lists and statistics of the whole map
-    variant, kept = ("map", (), statistics), {"kept": torch.cat(maps, 2)}
-    return run_compiled(plain_result, variant, inputs, prepared.selector.block_size, from_map, kept, statistics, None)
+    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.method.block_size)
+    return run_compiled(plain_result, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
+
+
+@dataclass(frozen=True, eq=False)
+class MapOfSlices(Method):
+    """The blocks that slices of rows have chosen."""
+
+    kept: Tensor
+
+    def select(self, problem: BlockProblem) -> Choice:
+        return from_map(problem, self.kept)
 
 
 def plain_result(
-    inputs: SparseInputs,
-    block_size: int,
-    choose: Callable[..., Choice | Tensor | None],
-    options: dict[str, Any],
-    statistics: tuple[str, ...],
-    end: Tensor | None,
+    inputs: SparseInputs, block_size: int, method: Method, statistics: tuple[str, ...], end: Tensor | None
 ) -> Selection:
     """As torch compiles it."""
-    return result_of(cut_into_blocks(inputs, block_size, plain, end), choose, options, statistics)
+    return result_of(cut_into_blocks(inputs, block_size, plain, end), method, statistics)
 
 
-def result_of(
-    problem: BlockProblem, choose: Callable[..., Choice | Tensor | None], options: dict[str, Any], statistics: tuple[str, ...]
-) -> Selection:
-    """Run a method's function, and compute the wanted statistics."""
-    choice = choose(problem, **options)
+def result_of(problem: BlockProblem, method: Method, statistics: tuple[str, ...]) -> Selection:
+    """Run a method, and compute the wanted statistics."""
+    choice = method.select(problem)
     if not isinstance(choice, Choice):
-        _check_map(choice, f"method {choose.__name__.removesuffix('_mask')} must give", problem)
+        _check_map(choice, f"method {method.name} must give", problem)
         choice = from_map(problem, choice)
     return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
 
@@ -213,14 +217,14 @@ def _as_one_operator(prepared: Prepared, inputs: SparseInputs, with_map: bool, s
     selector = prepared.selector
     # a plan that was made before the compilation has numbers
     taken = as_taken(selector, inputs.query, keep_numbers=False)
-    given = {name: value for name, value in taken.items() if value is not None}
+    given = {name: value for name, value in taken.options.items() if value is not None}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     words = {name: value for name, value in given.items() if isinstance(value, str)}
     # floats that stayed numbers are 0
     integers = {name: int(value) for name, value in given.items() if name not in tensors and name not in words}
     outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
-        selector.method.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()), list(words.values()),
+        selector.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()), list(words.values()),
         list(integers.values()), with_map, list(statistics),
     )  # fmt: skip
     stats = dict(zip(statistics, outputs[5:], strict=True))
@@ -255,8 +259,8 @@ def selection_operator(
     given = zip(names, [*tensors, *words, *integers], strict=True)
     options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
-    selector, wanted = CallSelector(METHODS[method], block_size, options, [], 0), tuple(statistics)
-    prepared = Prepared(selector, options, selector.runs_kernels(query))
+    made, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
+    prepared = Prepared(FittedMethod(made), made, made.runs_kernels(query))
     selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)
     keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
     return [*selection.lists, keep, *selection.stats.values()]

@@ -1,15 +1,17 @@
-"""A method chooses blocks; a selector is a method with its options, checked."""
+"""A method chooses blocks: a frozen dataclass whose fields are its options."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, NewType, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
+from flexmask.base.blocks import BlockProblem
 from flexmask.base.checks import (
     check_block_size,
     check_count,
@@ -25,9 +27,10 @@ from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_by
 from flexmask.base.selection import Choice
 from flexmask.users_mask import check_takes_keywords, users_choice
 
-# types of options in methods' signatures, by which `flexmask.method` finds them
+# types of options, which decide how they reach `Method.select`
 ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
 PairsByHead = Annotated[Sequence[float] | Sequence[Sequence[float]], "pairs by head"]
+_Method = TypeVar("_Method", bound="Method")
 
 
 class UnknownOption(TypeError):
@@ -47,166 +50,239 @@ _OWN_MASK = (
     "BlockMask, which takes and_masks(mask.mask_mod, yours): docs/bring-your-own-kernel.md)"
 )
 
-METHODS: dict[str, Method] = {}
+METHODS: dict[str, type[Method]] = {}
 """The table of methods by name; importing `flexmask.block_masks` fills it"""
 
 
-@dataclass(frozen=True)
-class Method:
-    """A method: the function that chooses blocks, and how to call it."""
+def count(default: int, least: int = 0, unit: str = "blocks") -> Any:
+    """An option that is an integer of at least `least`."""
+    return field(default=default, metadata={"check": lambda name, value: check_count(name, value, least, unit)})
 
-    choose: Callable[..., Tensor | Choice | None]  # from a `BlockProblem` and the options; in steps to a `Choice`
-    defaults: dict[str, Any]  # its options by name
-    name: str  # in the table
-    # options that are floats, shares by head, and pairs by head with the function of num_heads that replaces None
-    floats: tuple[str, ...] = ()
-    shares: tuple[str, ...] = ()
-    pairs: Mapping[str, Callable[[int], PairsByHead] | None] = field(default_factory=dict)
-    counts: Mapping[str, tuple[int, str]] = field(default_factory=dict)  # {"sink_blocks": (0, "blocks")}: least value, unit
-    ranges: Mapping[str, str] = field(default_factory=dict)  # {"tau": "[0, 1]"}: interval of a share that is no share by head
-    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # {"lines": ("pooled", "covering")}
-    check: Callable[..., None] | None = None  # of block_size and options; raises for those that it does not serve
-    check_call: Callable[..., None] | None = None  # of inputs too
-    keeps_all: Callable[..., bool] | None = None  # of one head's options: it keeps all its blocks; None: never
-    has_kernels: bool = False  # kernels serve it on CUDA
-    # bytes of one head's mask while it is made, of inputs, block_size, whether kernels serve it, and options
-    head_bytes: Callable[..., int] | None = None
-    # float32 numbers that it writes out per query row and head, of kv_len, block_size and options. It then runs on slices of
-    # rows: a query block's choice must depend only on its own rows and the keys
-    row_numbers: Callable[..., int] | None = None
-    shared: bool = False  # the heads decide together
-    whole_blocks: bool = False  # whole prompts of whole blocks only
-    is_users: bool = False  # a user's function of query and key
 
-    def checked(self, block_size: int, options: Mapping[str, Any]) -> Selector:
-        """The method with these options; raises for wrong ones. Numbers by head are not yet compared with any heads."""
-        block_size = plain_number(block_size)
-        check_block_size(block_size)
-        unknown = [name for name in options if name not in self.defaults]
-        if unknown:
-            names = ", ".join(self.defaults) or "of every mask only"
-            others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
-            but_of = f", an option of {others}" if others else ""
-            hint = _OWN_MASK if unknown[0] in ("attn_mask", "block_mask", "mask_mod", "score_mod") else ""
-            raise UnknownOption(f"method {self.name!r} takes the options {names}; got {unknown[0]!r}{but_of}{hint}", unknown[0])
-        by_head = (*self.shares, *self.pairs)
-        filled = {n: (plain_numbers if n in by_head else plain_number)(x) for n, x in {**self.defaults, **options}.items()}
-        for name in self.shares:
-            check_shares(name, filled[name])
-        for name, (least, unit) in self.counts.items():
-            check_count(name, filled[name], least, unit)
-        for name, interval in self.ranges.items():
-            if filled[name] is not None or self.defaults[name] is not None:
-                check_share(name, filled[name], interval)
-        for name, words in self.words.items():
-            check_word(name, filled[name], words)
-        if self.check is not None:
-            self.check(block_size=block_size, **filled)
-        return Selector(self, block_size, filled)
+def share(default: float | None, interval: str = "(0, 1]") -> Any:
+    """An option that is a number in an interval, ``"(0, 1]"`` or ``"[0, 1]"``; also None if that is its default."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None or default is not None:
+            check_share(name, value, interval)
+
+    return field(default=default, metadata={"check": check})
+
+
+def word(*words: str) -> Any:
+    """An option that is one of these words, the first by default."""
+    return field(default=words[0], metadata={"check": lambda name, value: check_word(name, value, words)})
 
 
 @dataclass(frozen=True, eq=False)
-class Selector:
-    """A method with its options, checked."""
+class Method:
+    """A method with its options, which are checked when it is made; numbers by head only by `for_inputs`.
 
-    method: Method
-    block_size: int
-    options: dict[str, Any]  # defaults filled in; by head a number, a tuple or a tensor
+    A subclass is a dataclass too. Its fields are the options, `count`, `share` and `word` check them, and their types say how
+    `select` finds them: float and ByHead as numbers for kernels, for plain steps as tensors in `widest_float`, 0-d and
+    (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2) tensors; others as they are, compile-time constants. A
+    field of pairs may name in its metadata, as ``"plan"``, the function of num_heads that replaces None.
+    `flexmask.method.mask_function` enters the class into `METHODS` and sets what depends on its fields.
+    """
+
+    # of the class
+    name = ""  # in `METHODS`
+    has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; an operator passes its options: numbers, words, by head
+    shared: ClassVar[bool] = False  # the heads decide together
+    whole_blocks: ClassVar[bool] = False  # whole prompts of whole blocks only
+    is_users: ClassVar[bool] = False  # a user's function of query and key
+    # of its options, by `read_fields`: defaults, names of the floats and of the numbers by head, pairs by head with what replaces
+    # None, checks
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    floats: ClassVar[tuple[str, ...]] = ()
+    shares: ClassVar[tuple[str, ...]] = ()
+    pairs: ClassVar[Mapping[str, Callable[[int], PairsByHead] | None]] = {}
+    checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
+
+    block_size: int = field(default=128, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", *self.defaults):
+            plain = plain_numbers if name in self.shares or name in self.pairs else plain_number
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        check_block_size(self.block_size)
+        for name in self.shares:
+            check_shares(name, getattr(self, name))
+        for name, check in self.checks.items():
+            check(name, getattr(self, name))
+        self.check()
+
+    # what a method defines
+    def select(self, problem: BlockProblem) -> Choice | Tensor | None:
+        """Choose the blocks: a `Choice`, or a bool map (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks); None: all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise for options that do not fit each other or the block."""
+
+    def check_call(self, inputs: AttentionInputs) -> None:
+        """Raise for calls that it does not serve."""
+
+    def keeps_every_block(self) -> bool:
+        """True if a head with these options, numbers by head its own, keeps all its blocks."""
+        return False
+
+    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        """Bytes of one head's mask while it is made."""
+        return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers(inputs.key.shape[2])
+
+    def row_numbers(self, kv_len: int) -> int:
+        """Float32 numbers that it writes out per query row and head.
+
+        Not 0: it runs on slices of rows, so a query block's choice must depend only on its own rows and the keys.
+        """
+        return 0
+
+    # what follows from it
+    @classmethod
+    def checked(cls: type[_Method], block_size: int, options: Mapping[str, Any]) -> _Method:
+        """The method with these options; raises for wrong ones."""
+        unknown = [name for name in options if name not in cls.defaults]
+        if unknown:
+            names = ", ".join(cls.defaults) or "of every mask only"
+            others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
+            but_of = f", an option of {others}" if others else ""
+            hint = _OWN_MASK if unknown[0] in ("attn_mask", "block_mask", "mask_mod", "score_mod") else ""
+            raise UnknownOption(f"method {cls.name!r} takes the options {names}; got {unknown[0]!r}{but_of}{hint}", unknown[0])
+        return cls(block_size=block_size, **options)
+
+    @classmethod
+    def unchecked(cls: type[_Method], **values: Any) -> _Method:
+        """The method with all its fields as they are given."""
+        made = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    def with_options(self: _Method, **options: Any) -> _Method:
+        """The same with other values in some options, which are not checked."""
+        return self.unchecked(block_size=self.block_size, **{**self.options, **options})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name; by head a number, a tuple or a tensor."""
+        return {name: getattr(self, name) for name in self.defaults}
 
     @property
     def num_heads(self) -> int | None:
         """Number of heads that an option has a number for; None if the options hold for any."""
-        shares, pairs = ([self.options[name] for name in names] for names in (self.method.shares, self.method.pairs))
+        shares, pairs = ([getattr(self, name) for name in names] for names in (self.shares, self.pairs))
         by_head = [x for x in shares if isinstance(x, (tuple, Tensor))]
         by_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
         return len(by_head[0]) if by_head else None
 
-    def of_heads(self, heads: slice) -> Selector:
-        """The same for some heads, of options that `options_of_heads` compared with all."""
-        return Selector(self.method, self.block_size, self._cut_options(heads))
+    def of_heads(self: _Method, heads: slice) -> _Method:
+        """The same for some heads, of options that fit all."""
+        by_head = {name: getattr(self, name) for name in (*self.shares, *self.pairs)}
+        return self.with_options(
+            **{name: x[heads] for name, x in by_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
+        )
 
-    def _cut_options(self, heads: slice) -> dict[str, Any]:
-        cut = dict(self.options)
-        for name in (*self.method.shares, *self.method.pairs):
-            if isinstance(cut[name], (tuple, Tensor)) and len(cut[name]) > 1:
-                cut[name] = cut[name][heads]
-        return cut
+    def for_heads(self: _Method, query: Tensor) -> _Method:
+        """The same with numbers by head compared with the heads of `query`, of which no value is read."""
+        filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.shares}, query.shape[1]
+        for name, made in self.pairs.items():
+            pairs = getattr(self, name)
+            filled[name] = pairs_by_head(name, made(num_heads) if made is not None and pairs is None else pairs, num_heads)
+        return self.with_options(**filled)
 
-    def options_of_heads(self, query: Tensor) -> dict[str, Any]:
-        """Its options, those by head compared with the heads of `query`, of which no value is read."""
-        filled, num_heads = dict(self.options), query.shape[1]
-        for name in self.method.shares:
-            filled[name] = shares_by_head(name, filled[name], query)
-        for name, make in self.method.pairs.items():
-            pairs = make(num_heads) if make is not None and filled[name] is None else filled[name]
-            filled[name] = pairs_by_head(name, pairs, num_heads)
-        return filled
-
-    def for_inputs(self, inputs: AttentionInputs) -> CallSelector:
+    def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
         """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
-        method, filled, num_heads = self.method, self.options_of_heads(inputs.query), inputs.query.shape[1]
-        if method.check_call is not None:
-            method.check_call(inputs, block_size=self.block_size, **filled)
+        fitted = self.for_heads(inputs.query)
+        fitted.check_call(inputs)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-        if method.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
+        if self.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
             raise ValueError(
-                f"method {method.name!r} needs a whole prompt of a multiple of block_size ({self.block_size}) tokens; got q_len "
+                f"method {self.name!r} needs a whole prompt of a multiple of block_size ({self.block_size}) tokens; got q_len "
                 f"{q_len} and kv_len {kv_len}"
             )
-        row_numbers = 0
-        if method.row_numbers is not None:
-            row_numbers = max(1, method.row_numbers(kv_len, self.block_size, **filled))
-        return CallSelector(method, self.block_size, filled, _keeps_all(method, filled, num_heads), row_numbers)
+        return cast("FittedMethod", fitted)
+
+    def keeps_all(self, num_heads: int) -> list[bool]:
+        """For each query head: it keeps all its blocks. Reads no tensor."""
+        by_head = {name: x for name in self.shares if isinstance(x := getattr(self, name), (tuple, Tensor))}
+        if any(isinstance(x, Tensor) for x in by_head.values()):
+            return [False] * num_heads
+        if not by_head:
+            return [self.keeps_every_block()] * num_heads
+        of_head = ({name: x[head] for name, x in by_head.items()} for head in range(num_heads))
+        return [self.with_options(**own).keeps_every_block() for own in of_head]
+
+    def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
+        """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
+        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes(inputs), self.shared)
+
+    def head_bytes(self, inputs: AttentionInputs) -> int:
+        """Bytes of one head's mask in one batch row while it is made, or listed for FLASH."""
+        needed = self.bytes_of_head(inputs, self.runs_kernels(inputs.query))
+        return max(needed, tiled_list_bytes(inputs, self.block_size))
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if the Triton kernels serve it."""
-        return HAS_TRITON and query.is_cuda and self.method.has_kernels and is_in_memory(query)
+        return HAS_TRITON and query.is_cuda and self.has_kernels and is_in_memory(query)
 
     @property
     def title(self) -> str:
         """Its name with its options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
         if is_traced():
-            return self.method.name
+            return self.name
         shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
-        return f"{self.method.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"
+        return f"{self.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"
+
+
+FittedMethod = NewType("FittedMethod", Method)
+"""A method from `for_inputs`: its numbers by head fit the heads of a call."""
 
 
 @dataclass(frozen=True, eq=False)
-class CallSelector(Selector):
-    """A selector for one call: its options by head fit the heads."""
+class UsersMethod(Method):
+    """A user's function of query and key, with the options that it is called with."""
 
-    keeps_all: list[bool]  # by query head
-    row_numbers: int  # `Method.row_numbers`, at least 1 of a method that has it, else 0
+    is_users = True
 
-    def of_heads(self, heads: slice) -> CallSelector:
-        options, keeps_all = self._cut_options(heads), self.keeps_all[heads]
-        return CallSelector(self.method, self.block_size, options, keeps_all, self.row_numbers)
+    function: Callable[..., Any]
+    given: Mapping[str, Any]
+    name: str = ""
 
-    def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
-        """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
-        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes(inputs), self.method.shared)
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.given)
 
-    def head_bytes(self, inputs: AttentionInputs) -> int:
-        """Bytes of one head's mask in one batch row while it is made, or listed for FLASH."""
-        if self.method.head_bytes is None:
-            needed = map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers
-        else:
-            needed = self.method.head_bytes(inputs, self.block_size, self.runs_kernels(inputs.query), **self.options)
-        return max(needed, tiled_list_bytes(inputs, self.block_size))
+    def with_options(self, **options: Any) -> UsersMethod:
+        return self
+
+    def select(self, problem: BlockProblem) -> Choice:
+        return users_choice(problem, self.function, self.name, self.given)
 
 
-def _keeps_all(method: Method, options: dict[str, Any], num_heads: int) -> list[bool]:
-    """For each query head: it keeps all its blocks. Reads no tensor."""
-    keeps_all, by_head = method.keeps_all, [name for name in method.shares if isinstance(options[name], (tuple, Tensor))]
-    if keeps_all is None or any(isinstance(options[name], Tensor) for name in by_head):
-        return [False] * num_heads
-    if not by_head:
-        return [keeps_all(**options)] * num_heads
-    return [keeps_all(**{**options, **{name: options[name][head] for name in by_head}}) for head in range(num_heads)]
+def read_fields(cls: type[Any]) -> None:
+    """Set what depends on the fields of a method's class: its defaults and kinds of options."""
+    hints = get_type_hints(cls, include_extras=True)
+    options = [each for each in fields(cls) if each.name != "block_size"]
+    kinds = {each.name: _alternatives(hints[each.name]) for each in options}
+    passed = (int, float, bool, str, type(None), ByHead, PairsByHead)
+    for name, alternatives in kinds.items() if cls.has_kernels else ():
+        if any(kind not in passed for kind in alternatives):
+            raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
+    cls.defaults = {each.name: each.default for each in options}
+    cls.floats = tuple(name for name, alternatives in kinds.items() if float in alternatives)
+    cls.shares = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
+    cls.pairs = {each.name: each.metadata.get("plan") for each in options if PairsByHead in kinds[each.name]}
+    cls.checks = {each.name: each.metadata["check"] for each in options if "check" in each.metadata}
 
 
-def selector_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Selector:
-    """A checked method with its options, from its name, its mask function (or a partial of it), or a user's function."""
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """The parts of an annotation: those of a union, else itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def selector_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Method:
+    """A method with its options, from its name, its mask function (or a partial of it), or a user's function."""
     if not callable(named):
         check_word("method", named, tuple(METHODS))
         return METHODS[named].checked(block_size, options)
@@ -214,14 +290,12 @@ def selector_of(named: str | Callable[..., Any], block_size: int, options: Mappi
     while isinstance(inner, functools.partial) and not inner.args:
         inner, options = inner.func, {**inner.keywords, **options}
     method = getattr(inner, "method", None)
-    if isinstance(method, Method):
+    if isinstance(method, type) and issubclass(method, Method):
         return method.checked(block_size, options)
     while isinstance(inner, functools.partial):
         inner = inner.func
-    block_size = plain_number(block_size)
-    check_block_size(block_size)
     name = str(getattr(inner, "__name__", type(inner).__name__))
+    made = UsersMethod(named, dict(options), name, block_size=block_size)
     if not is_traced():
         check_takes_keywords(named, name, options)
-    users = Method(users_choice(named, name), dict(options), name, is_users=True)
-    return Selector(users, block_size, dict(options))
+    return made

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.call_options import MAX_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.json_settings import json_data, keywords_of
 from flexmask.layer_heads import heads_by_layer
-from flexmask.selector import Selector, UnknownOption, selector_of
+from flexmask.selector import Method, UnknownOption, selector_of
 
 CONFIG_KEY = "flexmask_config"
 _MOST_BYTES = 2**24
@@ -127,13 +126,13 @@ class PrefillSettings:
         checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
         return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
-    def selector(self, layer: int | None = None) -> Selector:
+    def selector(self, layer: int | None = None) -> Method:
         """The method with its options in one layer; None: in all layers."""
         return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
 
-    def check_model(self, config: Any) -> None:
-        """Refuse missing layers, and options per head of another number."""
-        heads = heads_by_layer(config)
+    def check_model(self, config: Any, of_modules: Mapping[int, int] = {}) -> None:
+        """Refuse missing layers, and options per head of another number; arguments of `heads_by_layer`."""
+        heads = heads_by_layer(config, of_modules)
         if heads is None:
             return
         number = len(heads)
@@ -204,10 +203,10 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def with_heads(selector: Selector, num_heads: int, where: str = "") -> Selector:
+def with_heads(selector: Method, num_heads: int, where: str = "") -> Method:
     """The selector with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
     try:
-        return replace(selector, options=selector.options_of_heads(torch.empty(()).expand(1, num_heads, 1, 1)))
+        return selector.for_heads(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 
@@ -257,29 +256,16 @@ def merged(base: PrefillSettings, named: Named, source: str = "") -> PrefillSett
     return PrefillSettings(**{**keywords, **named})
 
 
-# for calls without a block, which read the config in every layer; by id of the object in a config, which its entry keeps alive,
-# with a copy of it and the model's shape
-_PARSED: dict[int, tuple[Any, Any, Any, PrefillSettings]] = {}
-_MOST_PARSED = 64
-
-
-def saved_settings(config: Any) -> PrefillSettings | None:
-    """The settings in a model's config; ValueError if they do not fit the model."""
+def saved_settings(config: Any, of_modules: Mapping[int, int] = {}) -> PrefillSettings | None:
+    """The settings in a model's config; ValueError if they do not fit the model, arguments of `heads_by_layer`."""
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
-    shape = heads_by_layer(config)
-    known = _PARSED.get(id(saved))
-    if known is not None and known[1:3] == (saved, shape):
-        return known[3]
     settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
     try:
-        settings.check_model(config)
+        settings.check_model(config, of_modules)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{CONFIG_KEY}: {error}") from None
-    if len(_PARSED) >= _MOST_PARSED:
-        _PARSED.clear()
-    _PARSED[id(saved)] = (saved, copy.deepcopy(saved), shape, settings)
     return settings
 
 

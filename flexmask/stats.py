@@ -51,7 +51,7 @@ class SelectionStats:
         float32: evidence of all rows held by the kept blocks, mean over query blocks (hybrid).
     least_row_coverage
         float32: the same in the query block where the kept blocks hold least (hybrid).
-    is_dense
+    dense_heads
         bool: dense attention served the head; its other statistics stay those of its mask. True in dense calls.
     dense
         True if the call ran dense attention instead of the selection.
@@ -65,13 +65,13 @@ class SelectionStats:
     coverage: Tensor = field(metadata=_statistic(torch.float32, 1))
     row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
     least_row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
-    is_dense: Tensor = field(metadata=_statistic(torch.bool, True))
+    dense_heads: Tensor = field(metadata=_statistic(torch.bool, True))
     dense: bool = False
 
 
 _FIELDS = {statistic.name: dict(statistic.metadata) for statistic in fields(SelectionStats) if statistic.metadata}
 TENSORS = tuple(_FIELDS)  # names of the fields that are tensors
-STATISTICS = tuple(name for name in TENSORS if name != "is_dense")  # of those that a selection computes
+STATISTICS = tuple(name for name in TENSORS if name != "dense_heads")  # of those that a selection computes
 FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # of those that need no map of blocks
 
 
@@ -111,7 +111,7 @@ def stats_of(
         per_key = (group.query.stop - group.query.start) // max(len(served), 1)
         for key_head, is_dense in enumerate(served):
             first = group.query.start + key_head * per_key
-            whole["is_dense"][group.batch, first : first + per_key] = is_dense
+            whole["dense_heads"][group.batch, first : first + per_key] = is_dense
     return SelectionStats(**whole)  # type: ignore[arg-type]  # mypy takes each for `dense`
 
 

@@ -28,23 +28,19 @@ from flexmask.flex.block_mask import MaskMod
 _KEYWORDS = ("block_size", "window", "attention_mask", "q_offset")
 
 
-def users_choice(function: Callable[..., Any], name: str) -> Callable[..., Choice]:
-    """The `choose` of a method that calls `function`, checks its mask and drops what causality, window and padding hide."""
-
-    def choose(problem: BlockProblem, **options: Any) -> Choice:
-        inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible
-        parameters = inspect.signature(function).parameters
-        scores = {word: value for word, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if word in parameters}
-        where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
-        mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
-        _check(mask, f"method {name} must give", inputs, block_size)
-        kept, full = kept_and_full(mask, visible.shape[-1])
-        kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
-        full = full & problem.seen.full[:, None]
-        lists = BlockLists(*ascending_indices(kept & ~full), *ascending_indices(kept & full))
-        return Choice(lists, None, mask_mod=mask.mask_mod)
-
-    return choose
+def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Choice:
+    """Call `function`, check its mask, and drop what causality, window and padding hide."""
+    inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible
+    parameters = inspect.signature(function).parameters
+    scores = {word: value for word, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if word in parameters}
+    where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
+    mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
+    _check(mask, f"method {name} must give", inputs, block_size)
+    kept, full = kept_and_full(mask, visible.shape[-1])
+    kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
+    full = full & problem.seen.full[:, None]
+    lists = BlockLists(*ascending_indices(kept & ~full), *ascending_indices(kept & full))
+    return Choice(lists, None, mask_mod=mask.mask_mod)
 
 
 def check_takes_keywords(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:

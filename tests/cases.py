@@ -21,7 +21,7 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
 from flexmask.select import prepare_selection, select_blocks
-from flexmask.selector import Selector, selector_of
+from flexmask.selector import Method, selector_of
 from flexmask.stats import STATISTICS
 from tests.drawn_options import attention_masks, q_offsets, score_options
 from tests.oracle.hybrid import Rule
@@ -102,7 +102,7 @@ class Config:
         return {"method": self.method, **self.keywords}
 
     @property
-    def selector(self) -> Selector:
+    def selector(self) -> Method:
         return selector_of(self.method, self.block_size, self.options)
 
     def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
@@ -131,7 +131,7 @@ def lower_thresholds(factor: float) -> Iterator[None]:
 def by_kernels() -> Iterator[None]:
     """Run kernels on any device, on a CPU in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Selector, "runs_kernels", lambda self, query: self.method.has_kernels)
+        patched.setattr(Method, "runs_kernels", lambda self, query: self.has_kernels)
         yield
 
 

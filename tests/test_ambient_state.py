@@ -1,18 +1,21 @@
-"""Changing states of the program use up no recompilations; TF32 is off where the project needs it, and put back."""
+"""Changing states of the program use up no recompilations; masks do not depend on TF32, which no mask switches."""
 
 import contextlib
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+import flexmask
 from flexmask import sparse_attention
-from flexmask.precision import without_tf32
+from flexmask.base.scores import in_bfloat16
+from tests.block_masks.definitions import MASKS, TESTED
+from tests.cases import structured_inputs
 from tests.compile_support import counting as counting
 from tests.compile_support import cut, default_dtype, recompilations, set_to
-from tests.interrupts import in_another_thread, interrupted
 
 STATES = {
     "as it is": contextlib.nullcontext,
@@ -49,54 +52,36 @@ def test_alternating_states_use_up_no_recompilations(counting):
     assert 12 < first[-1] <= len(STATES) + 1 and second[-1] == first[-1]
 
 
-def test_tf32_stays_off_while_any_thread_needs_it_off_and_is_put_back_after_an_error(matmul_precision):
+def test_no_precision_of_the_process_is_set():
+    """Other threads multiply at the same time."""
+    for path in Path(flexmask.__file__).parent.rglob("*.py"):
+        set_there = re.findall(r"allow_tf32|fp32_precision|set_float32_matmul_precision", path.read_text(encoding="utf-8"))
+        assert not set_there, path
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product((torch.float32, torch.float16, torch.bfloat16), repeat=2)], ids=str)
+def test_parts_in_bfloat16_have_the_product_of_the_whole(dtypes):
+    left, right = ((torch.randn(2, *shape) * 30).to(dtype) for shape, dtype in zip(((50, 64), (64, 70)), dtypes, strict=True))
+    found = torch.bmm(*(part.double() for part in in_bfloat16(left, right)))
+    # 2**-24 is half a unit of the last place of float32
+    error, size = (found - left.double() @ right.double()).abs(), left.double().abs() @ right.double().abs()
+    assert (error <= 4 * 2.0**-24 * size).all()
+    left[0, 3, 5], right[1, 7, 2] = torch.inf, torch.nan
+    found = torch.bmm(*(part.double() for part in in_bfloat16(left, right)))
+    assert not found[0, 3].isfinite().any() and found[1, :, 2].isnan().all() and found.isfinite().sum() == found.numel() - 70 - 50
+
+
+PLAIN = sorted(set(MASKS) - {"hybrid", "flexprefill"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_program_that_multiplies_in_tf32_gets_the_same_blocks(name, dtype, cuda, matmul_precision):
+    query, key = (x.to(cuda, dtype) for x in structured_inputs(torch.Generator().manual_seed(7), 1, 8, 2, 704, 704, 64))
+    options = {"block_size": 32, **TESTED[name].sparse}
+    exact, kept = query.float()[0, 0] @ key.float()[0, 0].mT, MASKS[name](query, key, **options).to_dense()
     matmul_precision.use_tf32()
-    inside, leave = threading.Event(), threading.Event()
-
-    def other():
-        with without_tf32():
-            inside.set()
-            leave.wait()
-            return matmul_precision.is_tf32()
-
-    with ThreadPoolExecutor(1) as pool:
-        with without_tf32():
-            left = pool.submit(other)
-            inside.wait()
-        here = matmul_precision.is_tf32()
-        leave.set()
-    assert (here, left.result(), matmul_precision.is_tf32()) == (False, False, True)
-    with pytest.raises(KeyError), without_tf32(), without_tf32():
-        raise KeyError
+    assert not torch.equal(query.float()[0, 0] @ key.float()[0, 0].mT, exact) or dtype == torch.bfloat16
+    assert torch.equal(MASKS[name](query, key, **options).to_dense(), kept)
     assert matmul_precision.is_tf32()
-
-
-@pytest.mark.parametrize("then", ["the next block", "another thread"])
-def test_tf32_comes_back_after_an_interrupt_at_any_line(matmul_precision, then):
-    """At the latest when the next block ends."""
-
-    def block():
-        with without_tf32():
-            assert not matmul_precision.is_tf32()
-
-    matmul_precision.use_tf32()
-    left = 0
-    for place in interrupted(block, ("locking.py",)):
-        left += not matmul_precision.is_tf32()
-        (in_another_thread if then == "another thread" else lambda work: work())(block)
-        assert matmul_precision.is_tf32(), place
-    assert left
-
-
-@pytest.mark.parametrize("generic", ["none", "tf32"])
-def test_tf32_of_matmuls_or_inherited_is_put_back_as_it_was(generic, matmul_precision):
-    if not matmul_precision.newer:
-        pytest.skip("this torch has no precision for everything")
-    products = torch.backends.cuda.matmul
-    torch.backends.fp32_precision, products.fp32_precision = generic, "none" if generic == "tf32" else "tf32"
-    assert products.fp32_precision == "tf32"
-    with without_tf32():
-        assert products.fp32_precision == "ieee"
-    assert products.fp32_precision == "tf32"
-    torch.backends.fp32_precision = "ieee"
-    assert products.fp32_precision == ("ieee" if generic == "tf32" else "tf32")

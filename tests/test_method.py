@@ -2,12 +2,15 @@
 
 import functools
 import inspect
+from dataclasses import FrozenInstanceError, dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from flexmask import METHODS
-from flexmask.method import BlockProblem, method
+from flexmask.block_masks.hybrid import Hybrid
+from flexmask.method import BlockProblem, Method, count, mask_function, method, share
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
@@ -15,7 +18,7 @@ from tests.expected import by_block, seen_pairs
 @pytest.fixture(autouse=True, scope="module")
 def table_as_it_was():
     yield
-    for name in ("nothing", "every_nth", "top_two", "of_all_kinds", "noting"):
+    for name in ("nothing", "every_nth", "top_two", "spanned"):
         METHODS.pop(name, None)
 
 
@@ -32,6 +35,11 @@ def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
     return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.seen.visible.shape[1], -1)
 
 
+def spanned(problem: BlockProblem, blocks: int = count(2, 1), *, share: float = share(0.5)) -> torch.Tensor:
+    return problem.diagonals(blocks)
+
+
+spanned_mask = method(spanned)
 CHUNK = {"q_offset": torch.tensor([5, 37]), "window": 70, "attention_mask": torch.arange(110)[None] >= torch.tensor([[0], [20]])}
 
 
@@ -59,6 +67,26 @@ def test_name_doc_and_signature_are_the_methods():
     assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(block_size=128, n=3)"
 
 
+def test_a_function_keeps_its_defaults_as_values_which_torch_compile_traces():
+    assert inspect.signature(spanned).parameters["blocks"].default == 2
+    assert METHODS["spanned"].defaults == {"blocks": 2, "share": 0.5}
+    query = torch.randn(1, 2, 64, 16)
+    with pytest.raises(ValueError, match="blocks must be >= 1 blocks; got 0"):
+        spanned_mask(query, query, blocks=0)
+
+
+def test_a_method_is_frozen_and_its_options_are_checked_when_it_is_made():
+    made = Hybrid(0.8, min_budget=np.int32(64), block_size=32)
+    assert (made.gamma, made.min_budget, made.row_stride, made.block_size) == (0.8, 64, 8, 32)
+    assert type(made.min_budget) is int and made.with_options(gamma=0.5).options == {**made.options, "gamma": 0.5}
+    with pytest.raises(FrozenInstanceError):
+        made.gamma = 0.9
+    with pytest.raises(ValueError, match="gamma must be in"):
+        Hybrid(2)
+    with pytest.raises(ValueError, match=r"row_stride must be a divisor of block_size \(32\)"):
+        Hybrid(row_stride=5, block_size=32)
+
+
 def test_options_come_by_position_or_by_name():
     query = torch.randn(1, 2, 40, 16)
     with pytest.raises(TypeError, match="method 'every_nth' takes the options n; got 'm'"):
@@ -70,7 +98,6 @@ def test_options_come_by_position_or_by_name():
 
 
 def test_a_name_belongs_to_one_function():
-    @method
     def other_mask(problem: BlockProblem) -> None: ...
 
     def every_nth_mask(problem: BlockProblem) -> None: ...
@@ -79,13 +106,17 @@ def test_a_name_belongs_to_one_function():
         method(every_nth_mask)
     assert METHODS["every_nth"].defaults == {"n": 2}
     # as a module that is imported again
-    again = METHODS["other"].choose
-    assert METHODS["other"] is not method(again).method is METHODS.pop("other")
+    first, again = method(other_mask).method, method(other_mask).method
+    assert first is not again is METHODS.pop("other")
 
 
 def test_a_method_with_kernels_has_options_that_its_operator_can_pass():
-    def paired_mask(problem: BlockProblem, count: int | None = 1, pair: tuple[int, int] = (1, 2)) -> None: ...
+    @dataclass(frozen=True, eq=False)
+    class Paired(Method):
+        has_kernels = True
+        count: int | None = 1
+        pair: tuple[int, int] = (1, 2)
 
     with pytest.raises(TypeError, match="option pair of a method with kernels must be"):
-        method(paired_mask, has_kernels=True)
+        mask_function("paired", Paired)
     assert "paired" not in METHODS

@@ -49,7 +49,7 @@ def test_statistics_are_frozen_tensors_by_head(name):
     else:
         _, stats = MASKS[name](query, key, block_size=16, return_stats=True)
     tensors = {field.name: field.metadata["dtype"] for field in dataclasses.fields(stats) if field.name != "dense"}
-    assert {"density": torch.float32, "is_dense": torch.bool, "num_slash_blocks": torch.int64}.items() <= tensors.items()
+    assert {"density": torch.float32, "dense_heads": torch.bool, "num_slash_blocks": torch.int64}.items() <= tensors.items()
     assert {name: getattr(stats, name).dtype for name in tensors} == tensors
     assert all(x.shape == (2, 4) for x in vars(stats).values() if isinstance(x, torch.Tensor))
     assert stats.dense is (name is None)

@@ -11,7 +11,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, block_masks, compilation, flexprefill_mask, sparse_attention, warmup
+from flexmask import _torch, block_masks, flexprefill_mask, said, sparse_attention, warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.block_masks import published_mask
 from tests.attention_calls import CPP_ERROR, flexprefill_attention
@@ -159,7 +159,7 @@ def test_recompilations_that_run_out_raise(counting):
 
 
 def test_every_compilation_is_announced_by_what_is_new(caplog, monkeypatch):
-    monkeypatch.setattr(compilation, "_said", {})
+    monkeypatch.setattr(said, "_SAID", set())
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: functools.partial(function))
 
@@ -175,10 +175,10 @@ def test_every_compilation_is_announced_by_what_is_new(caplog, monkeypatch):
             attend(1, head_dim=32)
         with torch.enable_grad():
             attend(1)
-    said = [message for message in caplog.messages if "compiling" in message]
-    assert len({*said}) == len(said) == 5
-    assert [f"batch {number}" in message for number, message in zip((1, 2, 3), said, strict=False)] == [True] * 3
-    assert "again, for other heads or sizes" in said[3] and "again, for another mode (gradients" in said[4]
+    lines = [message for message in caplog.messages if "compiling" in message]
+    assert len({*lines}) == len(lines) == 5
+    assert [f"batch {number}" in message for number, message in zip((1, 2, 3), lines, strict=False)] == [True] * 3
+    assert "again, for other heads or sizes" in lines[3] and "again, for another mode (gradients" in lines[4]
 
 
 @pytest.mark.attention

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.json_settings import json_data
-from flexmask.selector import METHODS, Selector, selector_of
+from flexmask.selector import METHODS, Method, selector_of
 
 Options = dict[str, Any]
 
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
         own = METHODS[self.method].checked(128, {}) if self.method in METHODS else None
         return own is not None and "layers" not in self.options and vars(self.selector()) == vars(own)
 
-    def selector(self, layer: int = 0) -> Selector:
+    def selector(self, layer: int = 0) -> Method:
         """The checked method with a layer's options."""
         options = {**self.options, **self.options.get("layers", {}).get(str(layer), {})}
         options.pop("layers", None)
@@ -97,7 +97,7 @@ def methods_of(path: str) -> list[str]:
         raise SystemExit(f"--methods must name a file that is there; got {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = [name for name, method in METHODS.items() if method.choose.__module__ == module.__name__]
+    found = [name for name, method in METHODS.items() if method.__module__ == module.__name__]
     if not found:
         raise SystemExit(f"{path} must define a method with flexmask.method.method")
     return found

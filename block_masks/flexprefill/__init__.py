@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -10,49 +11,29 @@ from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Number, is_off
 from flexmask.base.checks import check_max_budget
 from flexmask.base.inputs import AttentionInputs, plain_bytes
-from flexmask.base.selection import Choice
+from flexmask.base.selection import Blocks, Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
-from flexmask.method import BlockProblem, ByHead, method
+from flexmask.block_masks.flexprefill.plain import Budget, Shares
+from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share, word
 
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
 
-QUERY_SUBSETS = ("last", "middle")
+
+class _Steps(Protocol):
+    """The method's own: `plain` or `kernels`."""
+
+    def pattern_and_lines(
+        self, problem: BlockProblem, pattern: Any, index: Any, means: Tensor, shares: Shares, budget: Budget, /
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def query_aware_blocks(
+        self, problem: BlockProblem, means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, most: int | None, /
+    ) -> Blocks: ...
 
 
-def _head_bytes(
-    inputs: AttentionInputs, block_size: int, by_kernels: bool, *, tau: float, pattern_queries: str, index_queries: str, **_: Any
-) -> int:
-    """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
-    q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
-    subsets = 1 if pattern_queries == index_queries else 2
-    if by_kernels:
-        return kv_blocks * (q_blocks * (14 if tau > 0 else 9) + block_size * subsets * 16)
-    by_score = (12 if inputs.softcap is None else 18) + 4 * (subsets - 1)
-    return plain_bytes(inputs, block_size, 72 if tau > 0 else 56, by_score)
-
-
-@method(
-    has_kernels=True,
-    counts={"min_budget": (0, "tokens")},
-    ranges={"tau": "[0, 1]"},
-    words={"query_aware": ("flatten", "per_query"), "pattern_queries": QUERY_SUBSETS, "index_queries": QUERY_SUBSETS},
-    check=check_max_budget,
-    keeps_all=lambda gamma, max_budget, **_: gamma == 1 and max_budget is None,
-    head_bytes=_head_bytes,
-)
-def flexprefill_mask(
-    problem: BlockProblem,
-    gamma: ByHead = 0.95,
-    tau: float = 0.1,
-    *,
-    min_budget: int = 1024,
-    max_budget: int | None = None,
-    query_aware: str = "flatten",
-    pattern_queries: str = "last",
-    index_queries: str = "last",
-) -> Choice:
+@dataclass(frozen=True, eq=False)
+class FlexPrefill(Method):
     """FlexPrefill's block mask: the key blocks that each query block attends to, per head and input.
 
     If block means predict the attention of a head's last query block (Jensen-Shannon distance < `tau`), the head keeps the fewest
@@ -123,35 +104,70 @@ def flexprefill_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    shared, gamma = problem.steps, problem.as_tensor(gamma, (problem.inputs.query.shape[1],))
-    limit: Number = tau if is_off(tau) else problem.as_tensor(tau)  # of the distance
-    steps: Any = kernels if problem.by_kernels else plain  # the method's own
-    size = problem.block_size
-    floor, cap = num_blocks(min_budget, size), None if max_budget is None else num_blocks(max_budget, size)
 
-    # step 1: attention of the representative rows, and its mass by key block and by block diagonal
-    index = shared.representative_mass(problem, index_queries)
-    pattern = index if pattern_queries == index_queries else shared.representative_mass(problem, pattern_queries)
+    has_kernels = True
 
-    # step 2: does attention follow block means?  step 3a: the lines of either kind of head
-    key_means = problem.key_means()
-    is_query_aware, distance, lines = steps.pattern_and_lines(problem, pattern, index, key_means, (gamma, limit), (floor, cap))
+    gamma: ByHead = 0.95
+    tau: float = share(0.1, "[0, 1]")
+    _: KW_ONLY
+    min_budget: int = count(1024, 0, "tokens")
+    max_budget: int | None = None
+    query_aware: str = word("flatten", "per_query")
+    pattern_queries: str = word("last", "middle")
+    index_queries: str = word("last", "middle")
 
-    # step 3b: blocks of the pooled map
-    blocks = None
-    if isinstance(limit, Tensor):
-        blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, query_aware, cap)
+    def select(self, problem: BlockProblem) -> Choice:
+        shared, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))
+        limit: Number = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)  # of the distance
+        steps: _Steps = kernels if problem.by_kernels else plain
+        size = problem.block_size
+        floor, cap = num_blocks(self.min_budget, size), None if self.max_budget is None else num_blocks(self.max_budget, size)
 
-    # step 4: blocks kept always; step 5: lists
-    lists, keep = shared.kept_blocks(problem, lines, blocks)
-    return Choice(
-        lists,
-        keep,
-        {
-            "is_query_aware": lambda _: is_query_aware,
-            "js_distance": lambda _: distance,
-            "num_vertical_blocks": lambda _: lines[0].sum(-1),
-            "num_slash_blocks": lambda _: lines[1].sum(-1),
-            "coverage": lambda keep: shared.coverage(problem, index, keep),
-        },
-    )
+        # step 1: attention of the representative rows, and its mass by key block and by block diagonal
+        index = shared.representative_mass(problem, self.index_queries)
+        pattern = (
+            index if self.pattern_queries == self.index_queries else shared.representative_mass(problem, self.pattern_queries)
+        )
+
+        # step 2: does attention follow block means?  step 3a: the lines of either kind of head
+        key_means = problem.key_means()
+        is_query_aware, distance, lines = steps.pattern_and_lines(
+            problem, pattern, index, key_means, (gamma, limit), (floor, cap)
+        )
+
+        # step 3b: blocks of the pooled map
+        blocks = None
+        if isinstance(limit, Tensor):
+            blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, self.query_aware, cap)
+
+        # step 4: blocks kept always; step 5: lists
+        lists, keep = shared.kept_blocks(problem, lines, blocks)
+        return Choice(
+            lists,
+            keep,
+            {
+                "is_query_aware": lambda _: is_query_aware,
+                "js_distance": lambda _: distance,
+                "num_vertical_blocks": lambda _: lines[0].sum(-1),
+                "num_slash_blocks": lambda _: lines[1].sum(-1),
+                "coverage": lambda keep: shared.coverage(problem, index, keep),
+            },
+        )
+
+    def check(self) -> None:
+        check_max_budget(self.max_budget, self.min_budget)
+
+    def keeps_every_block(self) -> bool:
+        return bool(self.gamma == 1) and self.max_budget is None
+
+    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
+        q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))
+        subsets = 1 if self.pattern_queries == self.index_queries else 2
+        if by_kernels:
+            return kv_blocks * (q_blocks * (14 if self.tau > 0 else 9) + self.block_size * subsets * 16)
+        by_score = (12 if inputs.softcap is None else 18) + 4 * (subsets - 1)
+        return plain_bytes(inputs, self.block_size, 72 if self.tau > 0 else 56, by_score)
+
+
+flexprefill_mask = mask_function("flexprefill", FlexPrefill)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Number
 from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
+from flexmask.base.selection import Blocks
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines
-from flexmask.plain import Blocks, LineMass, RepresentativeMass, RepresentativeRows, pooled_map, pooled_scores, take_rows
+from flexmask.plain import LineMass, RepresentativeMass, RepresentativeRows, pooled_map, pooled_scores, take_rows
 
 # gamma, (num_heads,), and tau, 0-d or the number 0
 Shares = tuple[Tensor, Number]

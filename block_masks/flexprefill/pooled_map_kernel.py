@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
+from flexmask.base.selection import Blocks
 from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_rows
-from flexmask.kernels import Blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
 from flexmask.kernels.visibility import kv_edges_of, row_edges, sees

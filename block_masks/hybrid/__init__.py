@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
+from flexmask.base.blocks import Number
 from flexmask.base.checks import check_bool, check_int
 from flexmask.base.inputs import AttentionInputs, plain_bytes
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import Rule
-from flexmask.method import BlockProblem, ByHead, method
+from flexmask.block_masks.hybrid.plain import RowChoice, Rule
+from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share
 
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
@@ -21,38 +23,17 @@ if HAS_TRITON:
 RULE = Rule()
 
 
-def _check(*, block_size: int, row_stride: int, last_rows_dense: object, **_: Any) -> None:
-    check_bool("last_rows_dense", last_rows_dense)
-    check_int("row_stride", row_stride)
-    if not block_size // 32 <= row_stride or row_stride < 1 or block_size % row_stride != 0:
-        raise ValueError(f"row_stride must be a divisor of block_size ({block_size}) and at least a 32nd of it; got {row_stride}")
+class _Steps(Protocol):
+    """The method's own: `plain` or `kernels`."""
+
+    def key_blocks(self, problem: BlockProblem, last: Any, gamma: Any, multiple: float, /) -> Tensor: ...
+    def row_blocks(
+        self, problem: BlockProblem, row_stride: int, gamma: Any, multiple: float, min_coverage: Number, /
+    ) -> RowChoice: ...
 
 
-def _head_bytes(inputs: AttentionInputs, block_size: int, by_kernels: bool, **_: Any) -> int:
-    """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
-    if by_kernels:
-        q_blocks, kv_blocks = (num_blocks(x.shape[2], block_size) for x in (inputs.query, inputs.key))
-        return kv_blocks * (q_blocks * 10 + block_size * 16)
-    return plain_bytes(inputs, block_size, 80, 12 if inputs.softcap is None else 18)
-
-
-@method(
-    has_kernels=True,
-    counts={"min_budget": (0, "tokens")},
-    ranges={"min_coverage": "[0, 1]"},
-    check=_check,
-    keeps_all=lambda gamma, **_: gamma == 1,
-    head_bytes=_head_bytes,
-)
-def hybrid_mask(
-    problem: BlockProblem,
-    gamma: ByHead = 0.9,
-    *,
-    min_budget: int = 256,
-    row_stride: int = 8,
-    min_coverage: float = 0.5,
-    last_rows_dense: bool = True,
-) -> Choice:
+@dataclass(frozen=True, eq=False)
+class Hybrid(Method):
     """Hybrid selection: each query block keeps what its own rows attend to, and key blocks of the last rows.
 
     Source: none, it is ours (`docs/hybrid.md`). With N the most key blocks that a query block of the batch row sees in this call,
@@ -70,6 +51,8 @@ def hybrid_mask(
 
     While it is made, a mask takes up to 10 bytes per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the
     evidence.
+
+    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -97,32 +80,62 @@ def hybrid_mask(
     >>> mask.shape
     (1, 4, 512, 512)
     """
-    shared, nearest = problem.steps, num_blocks(min_budget, problem.block_size)
-    steps: Any = kernels if problem.by_kernels else plain  # the method's own
 
-    # the last rows: true attention, and the key blocks kept of it
-    last = shared.representative_mass(problem, "last")
-    key_blocks = steps.key_blocks(problem, last, gamma, RULE.last_rows)
+    has_kernels = True
 
-    # all rows: attention to key means, and the blocks kept of it
-    evidence = steps.row_evidence(problem, row_stride)
-    blocks = steps.row_blocks(problem, evidence, gamma, RULE.rows, min_coverage)
+    gamma: ByHead = 0.9
+    _: KW_ONLY
+    min_budget: int = count(256, 0, "tokens")
+    row_stride: int = 8
+    min_coverage: float = share(0.5, "[0, 1]")
+    last_rows_dense: bool = True
 
-    lists, keep = shared.kept_blocks(problem, key_blocks, blocks, nearest, last if last_rows_dense else None)
-    covered: list[Tensor] = []
+    def select(self, problem: BlockProblem) -> Choice:
+        shared, nearest = problem.steps, num_blocks(self.min_budget, problem.block_size)
+        steps: _Steps = kernels if problem.by_kernels else plain
 
-    def row_coverage(keep: Tensor, which: int) -> Tensor:
-        if not covered:
-            covered.extend(steps.row_coverage(problem, evidence, keep))
-        return covered[which]
+        # the last rows: true attention, and the key blocks kept of it
+        last = shared.representative_mass(problem, "last")
+        key_blocks = steps.key_blocks(problem, last, self.gamma, RULE.last_rows)
 
-    return Choice(
-        lists,
-        keep,
-        {
-            "num_vertical_blocks": lambda _: key_blocks[0].sum(-1),
-            "coverage": lambda keep: shared.coverage(problem, last, keep),
-            "row_coverage": lambda keep: row_coverage(keep, 0),
-            "least_row_coverage": lambda keep: row_coverage(keep, 1),
-        },
-    )
+        # all rows: attention to key means, and the blocks kept of it
+        rows = steps.row_blocks(problem, self.row_stride, self.gamma, RULE.rows, self.min_coverage)
+
+        lists, keep = shared.kept_blocks(problem, key_blocks, rows.blocks, nearest, last if self.last_rows_dense else None)
+        covered: list[Tensor] = []
+
+        def row_coverage(keep: Tensor, which: int) -> Tensor:
+            if not covered:
+                covered.extend(rows.coverage(keep))
+            return covered[which]
+
+        return Choice(
+            lists,
+            keep,
+            {
+                "num_vertical_blocks": lambda _: key_blocks[0].sum(-1),
+                "coverage": lambda keep: shared.coverage(problem, last, keep),
+                "row_coverage": lambda keep: row_coverage(keep, 0),
+                "least_row_coverage": lambda keep: row_coverage(keep, 1),
+            },
+        )
+
+    def check(self) -> None:
+        check_bool("last_rows_dense", self.last_rows_dense)
+        check_int("row_stride", self.row_stride)
+        size, stride = self.block_size, self.row_stride
+        if not size // 32 <= stride or stride < 1 or size % stride != 0:
+            raise ValueError(f"row_stride must be a divisor of block_size ({size}) and at least a 32nd of it; got {stride}")
+
+    def keeps_every_block(self) -> bool:
+        return bool(self.gamma == 1)
+
+    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
+        if by_kernels:
+            q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))
+            return kv_blocks * (q_blocks * 10 + self.block_size * 16)
+        return plain_bytes(inputs, self.block_size, 80, 12 if inputs.softcap is None else 18)
+
+
+hybrid_mask = mask_function("hybrid", Hybrid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
@@ -10,12 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Number, is_off
-from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK
-from flexmask.block_masks.hybrid.row_evidence_kernel import SplitMeans, squares_of_shares
-from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage as row_coverage
-from flexmask.block_masks.hybrid.row_evidence_kernel import row_evidence as row_evidence
-from flexmask.kernels import Blocks
+from flexmask.base.selection import Blocks
+from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, RowChoice
+from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage, squares_of_shares
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
+from flexmask.kernels.pooling import split_key_means
 from flexmask.kernels.representative import RepresentativeMass
 from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, key_block_shares, load_rows
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
@@ -156,9 +156,10 @@ def _row_blocks_kernel(
                 tl.store(p_codes + o_kv, m_stays.to(tl.int8), mask=o_kv < end)
 
 
-def row_blocks(problem: BlockProblem, split: SplitMeans, gamma: Number, multiple: float, min_coverage: Number) -> Blocks:
+def row_blocks(problem: BlockProblem, row_stride: int, gamma: Number, multiple: float, min_coverage: Number) -> RowChoice:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
-    squares, number = squares_of_shares(problem, split)
+    means = split_key_means(problem)
+    squares, number = squares_of_shares(problem, means, row_stride)
     codes = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
     by_head, bits, gamma_is_read = _read(gamma, problem)
@@ -169,4 +170,4 @@ def row_blocks(problem: BlockProblem, split: SplitMeans, gamma: Number, multiple
         MULTIPLE=float(multiple), BY_HEAD=gamma_is_read, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,
         HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read, HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
-    return Blocks(codes)
+    return RowChoice(Blocks(codes), functools.partial(row_coverage, problem, means, row_stride))

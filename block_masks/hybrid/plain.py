@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,8 +12,9 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
+from flexmask.base.selection import Blocks
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
-from flexmask.plain import Blocks, RepresentativeMass, pooled_scores
+from flexmask.plain import RepresentativeMass, pooled_scores
 
 # a query block whose blocks hold too little halves its threshold at most so often
 HALVINGS = 6
@@ -43,6 +46,14 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, m
     return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.seen)[0].unsqueeze(1)).unsqueeze(0)
 
 
+class RowChoice(NamedTuple):
+    """Blocks that the rows of each query block choose."""
+
+    blocks: Blocks
+    # of a map of kept blocks: their evidence, mean and least of the query blocks with sampled rows, (batch, num_heads) each
+    coverage: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
 class RowEvidence(NamedTuple):
     """Attention of the sampled rows to key means, (batch, num_heads, num_q_blocks, num_kv_blocks) float32; 0 without any."""
 
@@ -72,13 +83,14 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(problem: BlockProblem, evidence: RowEvidence, gamma: Tensor, multiple: float, min_coverage: Number) -> Blocks:
+def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: Number) -> RowChoice:
     """The key blocks whose evidence reaches `multiple` shares, with `more_blocks`; NaN reaches every threshold."""
+    evidence = row_evidence(problem, row_stride)
     share, thresholds = evidence.root_mean_square, (multiple * even_shares(problem, gamma))[..., None, None]
     chosen = ~(share < thresholds.float())
     if not is_off(min_coverage):
         chosen = more_blocks(problem, share, thresholds, problem.as_tensor(min_coverage).to(share.dtype))
-    return Blocks(chosen)
+    return RowChoice(Blocks(chosen), functools.partial(row_coverage, problem, evidence))
 
 
 def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:
@@ -106,7 +118,7 @@ def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_co
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Evidence that the kept blocks hold, mean and least of the query blocks with sampled rows, (batch, num_heads) each."""
+    """`RowChoice.coverage`."""
     has_rows = evidence.mean.sum(-1) != 0
     return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
 

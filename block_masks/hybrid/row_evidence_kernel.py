@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +10,6 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.hybrid.plain import mean_and_least
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.pooling import split_key_means
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
 # query rows of a program and their bytes, and bytes of a tile of key means that three stages hold: shared memory of consumer GPUs
@@ -164,41 +161,32 @@ def _evidence_kernel(
         tl.store(number + o_out, b_number, mask=m_map_row)
 
 
-class SplitMeans(NamedTuple):
-    """Inputs of the evidence, where it is read."""
+def squares_of_shares(problem: BlockProblem, means: Tensor, row_stride: int) -> tuple[Tensor, Tensor]:
+    """Sums of the sampled rows' squared attention, a map in float32 written where they may see, and their number, int32.
 
-    means: Tensor  # of keys, from `split_key_means`
-    row_stride: int
-
-
-def row_evidence(problem: BlockProblem, row_stride: int) -> SplitMeans:
-    """Means alone: `squares_of_shares` and `row_coverage` compute the evidence."""
-    return SplitMeans(split_key_means(problem), row_stride)
-
-
-def squares_of_shares(problem: BlockProblem, split: SplitMeans) -> tuple[Tensor, Tensor]:
-    """Sums of the sampled rows' squared attention, a map in float32 written where they may see, and their number, int32."""
+    `means` are of keys, from `split_key_means`.
+    """
     batch, num_heads, _, _ = problem.inputs.query.shape
-    number = split.means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
-    squares = split.means.new_empty((*number.shape, split.means.shape[2]), dtype=torch.float32)
-    _launch(problem, split, squares=squares, number=number)
+    number = means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
+    squares = means.new_empty((*number.shape, means.shape[2]), dtype=torch.float32)
+    _launch(problem, means, row_stride, squares=squares, number=number)
     return squares, number
 
 
-def row_coverage(problem: BlockProblem, split: SplitMeans, keep: Tensor) -> tuple[Tensor, Tensor]:
+def row_coverage(problem: BlockProblem, means: Tensor, row_stride: int, keep: Tensor) -> tuple[Tensor, Tensor]:
     """As `flexmask.block_masks.hybrid.plain.row_coverage`."""
-    in_kept = split.means.new_empty(keep.shape[:3], dtype=torch.float32)
-    _launch(problem, split, keep=keep, in_kept=in_kept)
+    in_kept = means.new_empty(keep.shape[:3], dtype=torch.float32)
+    _launch(problem, means, row_stride, keep=keep, in_kept=in_kept)
     return mean_and_least(problem, in_kept, in_kept != -1)
 
 
-def _launch(problem: BlockProblem, split: SplitMeans, **tensors: Tensor) -> None:
-    inputs, edges, means, block_size = problem.inputs, problem.edges, split.means, problem.block_size
+def _launch(problem: BlockProblem, means: Tensor, row_stride: int, **tensors: Tensor) -> None:
+    inputs, edges, block_size = problem.inputs, problem.edges, problem.block_size
     query, mask, softcap = inputs.query, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]
     num_q_blocks, per_key = edges.q_edges.shape[2], num_heads // num_kv_heads
-    samples = next_power_of_2(block_size // split.row_stride)
+    samples = next_power_of_2(block_size // row_stride)
     padded_dim = max(16, next_power_of_2(head_dim))
     # as many rows as fit into shared memory
     most = min(_ROWS, _QUERY_BYTES // (padded_dim * query.element_size()))
@@ -215,7 +203,7 @@ def _launch(problem: BlockProblem, split: SplitMeans, **tensors: Tensor) -> None
         *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "in_kept")),
         *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
         inputs.scale, 1.0 if softcap is None else softcap,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=split.row_stride, PER_KEY=per_key,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=row_stride, PER_KEY=per_key,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,
         HAS_SOFTCAP=softcap is not None, HALVES=halves,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD

@@ -254,7 +254,7 @@ def check_shares(name: str, value: Any) -> None:
         check_share(name, value)
 
 
-def check_max_budget(*, max_budget: Any, min_budget: int, **_: Any) -> None:
+def check_max_budget(max_budget: Any, min_budget: int) -> None:
     """Raise unless the cap is None or at least one token and `min_budget`."""
     if max_budget is not None:
         check_int64("max_budget", max_budget, "tokens")

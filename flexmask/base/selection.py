@@ -58,6 +58,13 @@ def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor
     return marks.scatter(-1, column, True)[..., :num_kv_blocks].contiguous()
 
 
+class Blocks(NamedTuple):
+    """Blocks that rows choose."""
+
+    chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, of kernels int8: nonzero where a block is kept
+    active: Tensor | None = None  # heads that choose blocks; None: all
+
+
 class Selection(NamedTuple):
     """The blocks that a selector keeps of one call, and how its mask is made of them."""
 

@@ -23,6 +23,7 @@ from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
+from flexmask.said import is_new
 
 _log = logging.getLogger("flexmask")
 # absolute and relative, of outputs around 1; a wrong block changes them by about 1
@@ -222,7 +223,6 @@ def _agree(out: Tensor, expected: Tensor) -> bool:
 
 _Key = tuple[str, int | None, FlashCall]
 _found: dict[_Key, Verdict] = {}
-_missed: set[_Key] = set()
 _lock = threading.Lock()
 
 
@@ -271,8 +271,7 @@ _recall = torch.compiler.assume_constant_result(_outcome)
 
 def _say_missed(key: _Key) -> None:
     """Log, once, that nothing was checked; `backend` then takes Triton or raises."""
-    if key not in _missed:
-        _missed.add(key)
+    if is_new("not checked", key):
         _log.warning(
             "flexmask: FLASH was not checked before such calls (%s) were compiled or captured, where no check can run, and does "
             "not serve them: make one before, or flexmask.warmup",

@@ -15,14 +15,12 @@ Here the last step, the index lists: one program per row of blocks joins lines a
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.selection import BlockLists
+from flexmask.base.selection import BlockLists, Blocks
 from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.pooling import key_means as key_means
 from flexmask.kernels.representative import RepresentativeMass
@@ -33,13 +31,6 @@ from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 
 _TILE = 128
 MOST_BLOCKS = 2**30  # a floor of any size stays within int32
-
-
-class Blocks(NamedTuple):
-    """Blocks that rows choose."""
-
-    codes: Tensor  # int8, nonzero where a block is kept
-    active: Tensor | None = None  # heads that choose blocks
 
 
 @kernel
@@ -139,7 +130,7 @@ def kept_blocks(
     partial_count, full_count = (lines.new_empty(shape, dtype=torch.int32) for _ in range(2))
     partial_indices, full_indices = (lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = lines.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
-    codes, active = (None, None) if blocks is None else (blocks.codes, blocks.active)
+    codes, active = (None, None) if blocks is None else blocks
     rows = None if dense_rows is None else dense_rows.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
         lines, lines if active is None else active, lines if codes is None else codes, edges.q_edges, edges.kv_edges,

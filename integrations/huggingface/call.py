@@ -22,7 +22,7 @@ from flexmask.integrations.huggingface.scope import is_scoped, module_of, noted,
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
-from flexmask.selector import CallSelector, Selector
+from flexmask.selector import FittedMethod, Method
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
 
@@ -81,7 +81,7 @@ class PrefillCall(NamedTuple):
     prefill: object  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
-    selector: Selector  # of this process's heads
+    selector: Method  # of this process's heads
     run: PrefillRun | None = None
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
@@ -162,10 +162,10 @@ class PrefillCall(NamedTuple):
         policy = self.settings.call_options.policy
         return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
 
-    def _reason_dense_layer(self, selector: CallSelector) -> str | None:
+    def _reason_dense_layer(self, selector: FittedMethod) -> str | None:
         """Reason for a dense layer at any length."""
-        policy = self.settings.call_options.policy
-        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(selector.keeps_all)
+        policy, keeps_all = self.settings.call_options.policy, selector.keeps_all(self.inputs.query.shape[1])
+        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
 
     def reason_dense(self) -> str | None:
         return self.reason_no_mask() or self._reason_dense_layer(self.selector.for_inputs(self.inputs))
@@ -179,7 +179,7 @@ def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
     return inputs.with_fields(**rows)
 
 
-def _local_selector(selector: Selector, module: nn.Module, num_heads: int) -> Selector:
+def _local_selector(selector: Method, module: nn.Module, num_heads: int) -> Method:
     """`selector` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
     named = selector.num_heads
     if named is None or named == num_heads or named % num_heads:

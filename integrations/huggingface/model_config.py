@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
-from flexmask.layer_heads import note_heads
+from flexmask.integrations.huggingface.scope import known
+from flexmask.layer_heads import heads_by_layer
 from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, default_settings, merged, named_settings, saved_settings
 
 _of_process: Named = {}
@@ -31,22 +33,35 @@ def settings_for(config: Any, named: Named | None = None) -> PrefillSettings:
         return named
     base = _of_process
     if not isinstance(base, PrefillSettings):
-        base = merged(saved_settings(config) or default_settings(), base)
+        base = merged(saved_in(config) or default_settings(), base)
     return merged(base, named or {})
 
 
-def shaped_config(model: PreTrainedModel) -> Any:
-    """The `text_config`, for which the heads of the model's layers are noted."""
+def saved_in(config: Any) -> PrefillSettings | None:
+    """`saved_settings`, read again after changes only: calls without a block ask in every layer."""
+    saved = getattr(config, CONFIG_KEY, None)
+    if saved is None:
+        return None
+    noted = known(config)
+    shape = heads_by_layer(config, noted.heads)
+    if noted.saved is None or noted.saved[:2] != (saved, shape):
+        settings = saved_settings(config, noted.heads)
+        noted.saved = (copy.deepcopy(saved), shape, settings)
+    return noted.saved[2]
+
+
+def shaped_config(model: PreTrainedModel) -> tuple[Any, dict[int, int]]:
+    """The `text_config`, and the heads of the model's layers, which are noted with it."""
     config = text_config(model)
-    note_heads(config, heads_of_layers(model))
-    return config
+    heads = known(config).heads = heads_of_layers(model)
+    return config, heads
 
 
 def model_settings(model: PreTrainedModel, **named: Any) -> PrefillSettings:
     """`settings_for` a model, checked for it; `named` as in `named_settings`."""
-    config = shaped_config(model)
+    config, heads = shaped_config(model)
     chosen = settings_for(config, named_settings(**named))
-    chosen.check_model(config)
+    chosen.check_model(config, heads)
     return chosen
 
 
@@ -84,8 +99,8 @@ def configure(
     >>> model.config.flexmask_config
     {'dense_layers': [0], 'gamma': 0.8}
     """
-    config = shaped_config(unwrapped(model))
+    config, heads = shaped_config(unwrapped(model))
     written = merged(PrefillSettings(), named_settings(method, settings, **options))
-    written.check_model(config)
+    written.check_model(config, heads)
     setattr(config, CONFIG_KEY, written.to_dict())
     return written

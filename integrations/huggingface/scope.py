@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import ref
@@ -22,7 +22,7 @@ from flexmask._torch import is_traced
 from flexmask.integrations.huggingface.compat import NAME, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
-from flexmask.selector import Selector
+from flexmask.selector import Method
 
 LOCK = threading.RLock()  # held while scopes open and close
 _PREFIX = f"{NAME}:"
@@ -36,7 +36,7 @@ class Scope:
         self.probe = probe  # serves every prefill call
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
-        self.selectors: dict[nn.Module, Selector] = {}  # by layer, of this process's heads
+        self.selectors: dict[nn.Module, Method] = {}  # by layer, of this process's heads
         self._layers: dict[nn.Module, int] = {}
 
     @locked(LOCK)
@@ -44,8 +44,8 @@ class Scope:
         """Serve the model's calls, in this thread or task before other scopes."""
         opened = ref(self)
         for part in (self.config, *self.model.modules()):
-            known = _known(part)
-            known.scopes = (*(scope for scope in known.scopes if scope() is not None), opened)
+            entry = known(part)
+            entry.scopes = (*(scope for scope in entry.scopes if scope() is not None), opened)
         _OPENED_HERE.set((*(scope for scope in _OPENED_HERE.get() if scope() is not None), opened))
         # generate() and PEFT bypass the outer modules
         base = self.model.base_model
@@ -68,26 +68,29 @@ _OPENED_HERE: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_h
 
 
 class _Part:
-    """A config or module, and the scopes that serve it."""
+    """A config or module: the scopes that serve it; of a config also what `model_config` keeps."""
 
     def __init__(self, part: Any) -> None:
         number, drop = id(part), _PARTS.pop
         self.part: Callable[[], Any] = ref(part, lambda _: drop(number, None))
         self.scopes: tuple[ref[Scope], ...] = ()
+        self.heads: Mapping[int, int] = {}  # query heads by layer, of the modules of the config's model
+        self.saved: tuple[Any, Any, Any] | None = None  # a copy of the saved settings, the heads, and the settings as read
 
 
 # by id, since configs are not hashable and operators take no modules; an entry goes with its part
 _PARTS: dict[int, _Part] = {}
 
 
-def _known(part: Any) -> _Part:
+def known(part: Any) -> _Part:
+    """The entry of a config or module."""
     return _PARTS.get(id(part)) or _PARTS.setdefault(id(part), _Part(part))
 
 
 def open_scopes(part: Any) -> list[Scope]:
     """The open scopes of a config or module in the order of opening."""
-    known = _PARTS.get(id(part))
-    found = [] if known is None else [opened() for opened in known.scopes]
+    entry = _PARTS.get(id(part))
+    found = [] if entry is None else [opened() for opened in entry.scopes]
     return [scope for scope in found if scope is not None and not scope.closed]
 
 
@@ -110,7 +113,7 @@ def module_of(number: int) -> nn.Module:
 
 
 def _note(module: nn.Module) -> int:
-    _known(module)
+    known(module)
     return id(module)
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from flexmask import plain
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, head_groups, without_autocast
-from flexmask.base.scores import capped
+from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall
-from flexmask.precision import without_tf32
 
 
 class HeldAttention:
@@ -69,11 +68,11 @@ def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows
 @torch.no_grad()
 def _by_block(inputs: AttentionInputs, rows: Tensor, block_size: int) -> Tensor:
     """Attention of some rows of one head to each key block, (rows, num_kv_blocks) float32; NaN in rows that are not valid."""
-    with without_autocast(inputs.query.device), without_tf32():
+    with without_autocast(inputs.query.device):
         tokens = inputs.tokens()
         valid = tokens.row_valid[0, rows]
         visible = visible_keys(tokens.offset[0] + rows, valid, tokens, inputs.window)[0]
-        scores = capped(inputs.query[0, 0, rows].float() @ inputs.key[0, 0].float().mT * inputs.scale, inputs.softcap)
+        scores = capped(grouped_scores(inputs.query[:, :, rows], inputs.key)[0, 0] * inputs.scale, inputs.softcap)
         scores = scores.masked_fill_(~visible, -torch.inf)
         if inputs.sinks is not None:
             scores = torch.cat([scores, inputs.sinks.float().expand(len(rows), 1)], 1)

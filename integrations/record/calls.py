@@ -75,7 +75,7 @@ def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> li
             for batch in range(stats.density.shape[0]):
                 for head in range(stats.density.shape[1]):
                     statistics = {name: values[batch][head] for name, values in numbers.items()}
-                    is_dense, is_query_aware = statistics.pop("is_dense"), statistics.pop("is_query_aware")
+                    is_dense, is_query_aware = statistics.pop("dense_heads"), statistics.pop("is_query_aware")
                     pattern = "query-aware" if is_query_aware else "vertical-slash"
                     if stats.dense:
                         pattern = "dense"
@@ -143,11 +143,11 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     has_pattern = ~stats.js_distance.isnan()
     query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
     kept = stats.density * (pairs / stats.density.numel())
-    sums = HeadSums(kept, stats.coverage, stats.row_coverage, query_aware, vertical_slash, stats.is_dense)
+    sums = HeadSums(kept, stats.coverage, stats.row_coverage, query_aware, vertical_slash, stats.dense_heads)
     return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
 
 
 def _held(stats: SelectionStats) -> Tensor:
     """The least share of its rows' attention per head, (num_heads,): of all rows by evidence, else of the last rows."""
     held = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
-    return torch.where(stats.is_dense | held.isnan(), math.inf, held).amin(0)
+    return torch.where(stats.dense_heads | held.isnan(), math.inf, held).amin(0)

@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import by_head_dim
 from flexmask.plans import Plan, plan_call
-from flexmask.selector import Selector
+from flexmask.selector import Method
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import SelectionStats
 
@@ -39,37 +39,37 @@ class LayerShape:
         key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
-    def keeps_all(self, selector: Selector) -> list[bool]:
+    def keeps_all(self, selector: Method) -> list[bool]:
         """By head: a selector has nothing to drop. Raises TypeError or ValueError for one that cannot serve chunks."""
-        return selector.for_inputs(self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all
+        return selector.for_inputs(self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all(self.num_heads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
     number: int  # in the model
-    selector: Selector
+    selector: Method
     call_options: CallOptions
 
     @property
     def variant(self) -> tuple[Any, ...]:
         """Everything that kernels are compiled for; options that are numbers on the device are not."""
-        method, options = self.selector.method, self.selector.options
+        method, options = self.selector, self.selector.options
         numbers = {*method.shares, *method.pairs, *(name for name in method.floats if options[name])}
         fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
         shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, method.name, self.selector.block_size, fixed)
+        return (*shape, method.name, method.block_size, fixed)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind share plans."""
         shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, self.selector.method.name, self.selector.block_size, *self.selector.options.items())
+        return (*shape, self.selector.name, self.selector.block_size, *self.selector.options.items())
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
         """The same with one gamma for all heads, which compiles nothing; None: as it is."""
         if gamma is None:
             return self
-        return replace(self, selector=replace(self.selector, options={**self.selector.options, "gamma": gamma}))
+        return replace(self, selector=self.selector.with_options(gamma=gamma))
 
 
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:

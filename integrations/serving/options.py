@@ -129,12 +129,12 @@ def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int
         raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
     options = server()
     selector = options.settings.selector()
-    if "gamma" not in selector.method.shares:
-        raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.method.name!r}")
+    if "gamma" not in selector.shares:
+        raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.name!r}")
     if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
         raise ValueError(f"{GAMMA} must be a number; got {type(gamma).__name__}")
     try:
-        selector.method.checked(selector.block_size, {**selector.options, "gamma": gamma})
+        selector.checked(selector.block_size, {**selector.options, "gamma": gamma})
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
     layer = _stock_layer(options, ranks)

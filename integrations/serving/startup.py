@@ -39,7 +39,7 @@ def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, ke
 def _method(layers: Iterable[SparseLayer]) -> str:
     """As in "hybrid, gamma 0.9, min_budget 1024": options that may differ by head, and others unlike the defaults."""
     selectors = [layer.selector for layer in layers]
-    method = selectors[0].method
+    method = selectors[0]
     parts = [method.name]
     for name, default in method.defaults.items():
         values = [selector.options[name] for selector in selectors]

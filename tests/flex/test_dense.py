@@ -117,8 +117,8 @@ def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
     with torch.no_grad():
         out, stats = sparse_attention(*tensors, method, **options)
     assert (len(without_kernel) == called) == stats.dense
-    assert not stats.dense or (stats.is_dense.all() and torch.equal(out, dense(*tensors)))
-    by_key_head = stats.is_dense[0].unflatten(0, (2, 2))
+    assert not stats.dense or (stats.dense_heads.all() and torch.equal(out, dense(*tensors)))
+    by_key_head = stats.dense_heads[0].unflatten(0, (2, 2))
     assert torch.equal(by_key_head[:, 0], by_key_head[:, 1])
     return "all" if stats.dense else by_key_head[:, 0].tolist()
 
@@ -151,7 +151,7 @@ def test_heads_that_keep_everything_run_dense_by_key_head(without_kernel, gamma,
 def test_lists_are_not_read_of_a_users_mask(without_kernel):
     options = {name: OPTIONS[name] for name in ("block_size", "dense_below", "return_stats")}
     _, stats = sparse_attention(*inputs(), lambda *tensors, **given: causal_mask(*tensors, **given), **options)
-    assert not stats.is_dense.any()
+    assert not stats.dense_heads.any()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_heads_at_gamma_one_run_dense_and_others_under_their_mask(at_once):
     if at_once == 1:  # torch 2.8 rounds a head by itself otherwise
         each = [dense(query[:, head : head + 1], *(x[:, head // 2 : head // 2 + 1] for x in (key, value))) for head in range(4)]
         whole = torch.cat(each, 1)
-    assert stats.is_dense.tolist() == [[False, False, True, True]]
+    assert stats.dense_heads.tolist() == [[False, False, True, True]]
     assert torch.equal(out[:, 2:], whole[:, 2:])
     torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
     assert (out[:, 0] - whole[:, 0]).abs().max() > 0.01
@@ -198,12 +198,12 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch):
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] - 0.05)
     out, stats = flexprefill_attention(query, key, value, gamma=gammas, **OPTIONS)
     under, whole = dense_under(mask, query, key, value), dense(query, key, value)
-    assert stats.is_dense.tolist() == [[False, False, True, True]]
+    assert stats.dense_heads.tolist() == [[False, False, True, True]]
     assert torch.equal(out[:, 2:], whole[:, 2:])
     torch.testing.assert_close(out[:, :2], under[:, :2], atol=2e-5, rtol=0)
     assert (out - under)[:, 2:].abs().max() > 1e-4 and torch.equal(stats.density, found.density)
     monkeypatch.setitem(CPU_BREAK_EVEN, torch.float32, shares[1] + 0.01)
-    assert not flexprefill_attention(query, key, value, gamma=gammas, **OPTIONS)[1].is_dense.any()
+    assert not flexprefill_attention(query, key, value, gamma=gammas, **OPTIONS)[1].dense_heads.any()
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_heads_at_gamma_one_run_dense_on_a_gpu(cuda):
     options = {**OPTIONS, "block_size": 64}
     with torch.no_grad():
         out, stats = flexprefill_attention(query, key, value, gamma=GAMMAS, **options)
-    assert stats.is_dense.tolist() == [[False, False, True, True]]
+    assert stats.dense_heads.tolist() == [[False, False, True, True]]
     mask = flexprefill_mask(query, key, GAMMAS, tau=0.0, block_size=64, min_budget=0)
     torch.testing.assert_close(out, dense_under(mask, query, key, value), atol=2e-5, rtol=0)
 
@@ -238,6 +238,6 @@ def test_gradients_go_through_the_sparse_kernel(cuda):
         options = {**OPTIONS, "block_size": 64, "dense_below": dense_below}
         with torch.enable_grad():
             out, stats = flexprefill_attention(query, key, value, gamma=GAMMAS, **options)
-            assert not stats.is_dense.any()
+            assert not stats.dense_heads.any()
             grads.append(torch.autograd.grad(out.square().sum(), (query, key, value)))
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)

@@ -34,7 +34,7 @@ def stats_of(method, layer):
         "coverage": coverage,
         "row_coverage": some - 0.3 if method == "hybrid" else nan,
     }
-    own |= {"density": density, "num_vertical_blocks": counts, "num_slash_blocks": counts, "is_dense": is_dense}
+    own |= {"density": density, "num_vertical_blocks": counts, "num_slash_blocks": counts, "dense_heads": is_dense}
     return replace(dense_stats(HEADS[..., None, None]), **own, dense=False)
 
 

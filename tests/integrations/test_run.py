@@ -22,7 +22,7 @@ def stats_of(seed, batch=1, hybrid=False):
     shape = (batch, HEADS)
     names = ("density", "coverage", "row_coverage", "least_row_coverage", "js_distance")
     own = {name: torch.rand(shape, generator=generator) for name in names}
-    own |= {name: own["density"] < most for name, most in (("is_query_aware", 0.4), ("is_dense", 0.2))}
+    own |= {name: own["density"] < most for name, most in (("is_query_aware", 0.4), ("dense_heads", 0.2))}
     unknown = ("js_distance",) if hybrid else ("row_coverage", "least_row_coverage")
     own |= {name: torch.full(shape, math.nan) for name in unknown}
     return replace(dense_stats(batch), **own, dense=False)
@@ -31,7 +31,7 @@ def stats_of(seed, batch=1, hybrid=False):
 def holding(coverage, least):
     """Of a hybrid call, by head."""
     shares = {"coverage": torch.tensor([coverage]), "least_row_coverage": torch.tensor([least])}
-    return replace(stats_of(0, hybrid=True), is_dense=torch.zeros(1, HEADS, dtype=torch.bool), **shares)
+    return replace(stats_of(0, hybrid=True), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool), **shares)
 
 
 def dense_stats(batch=1):
@@ -179,7 +179,7 @@ def test_a_layer_shows_what_all_its_rows_keep_where_the_method_knows(by_rows):
     given = shares if by_rows else {"coverage": shares["row_coverage"]}
     run, stats = PrefillRun(), {name: torch.tensor([share]) for name, share in given.items()}
     run.record(
-        0, replace(stats_of(0), is_dense=torch.zeros(1, HEADS, dtype=torch.bool), **stats), None, None, 0, CallSize(1, 9, 9)
+        0, replace(stats_of(0), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool), **stats), None, None, 0, CallSize(1, 9, 9)
     )
     run.record(1, dense_stats(), None, "short", 0, CallSize(1, 9, 9))
     sparse, dense = run.summary().layers

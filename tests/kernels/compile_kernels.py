@@ -94,11 +94,11 @@ def launched(problem: Problem) -> dict[str, Variant]:
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}
         config = Config(0.5, 0.5, **options)
         # in a caller's graph numbers are tensors, else arguments
-        given = config.options | {name: value for name, value in numbers.items() if name in config.options and rich}
-        inputs, choose = AttentionInputs(query, key, None, *scores).with_offset(), config.selector.method.choose
+        given = {name: value for name, value in numbers.items() if name in config.options and rich}
+        inputs = AttentionInputs(query, key, None, *scores).with_offset()
         statistics = ("row_coverage",) if rich else ()
         blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
-        result_of(blocks, choose, given, statistics)
+        result_of(blocks, config.selector.with_options(**given), statistics)
     return found
 
 

@@ -72,9 +72,9 @@ def test_blocks_of_the_rows(monkeypatch, scores, choices):
     share[0, 0, 5, 4] = torch.nan
     number[0, 0, 5] = 2
     squares = (share * share * number.clamp(min=1)[..., None]).masked_fill(~visible[:1], torch.nan)
-    monkeypatch.setattr(kernels, "squares_of_shares", lambda problem, split: (squares, number))
-    evidence = plain.RowEvidence(share, share)
+    monkeypatch.setattr(kernels, "squares_of_shares", lambda *_: (squares, number))
+    monkeypatch.setattr(plain, "row_evidence", lambda *_: plain.RowEvidence(share, share))
     for gamma, multiple, coverage in choices:
-        expected = plain.row_blocks(of_plain, evidence, of_plain.as_tensor(gamma, (3,)), multiple, coverage)
-        codes = kernels.row_blocks(of_kernels, None, gamma, multiple, coverage).codes
-        assert torch.equal(codes[visible] != 0, expected.chosen[visible])
+        expected = plain.row_blocks(of_plain, 8, of_plain.as_tensor(gamma, (3,)), multiple, coverage)
+        codes = kernels.row_blocks(of_kernels, 8, gamma, multiple, coverage).blocks.chosen
+        assert torch.equal(codes[visible] != 0, expected.blocks.chosen[visible])

@@ -214,7 +214,7 @@ def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
     selector = Config(**EVERYTHING, method=method).selector
     with by_kernels():
         prepared = select.prepare_selection(selector.for_inputs(inputs), inputs)
-        assert isinstance(prepared.options["gamma"], float) and 0 < prepared.options["gamma"] < 1
+        assert isinstance(prepared.method.gamma, float) and 0 < prepared.method.gamma < 1
         found = select._as_one_operator(prepared, inputs, False, ())
         expected = select.select_blocks(prepared, inputs)
     assert all(map(torch.equal, found.lists, expected.lists))
@@ -226,7 +226,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
-        found = select._as_one_operator(Prepared(selector, {}, True), inputs, with_map, statistics)
+        found = select._as_one_operator(Prepared(selector, selector, True), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]
