@@ -26,7 +26,7 @@ _log = logging.getLogger("sglang.flexmask")
 
 
 def make_backend(runner: Any) -> Any:
-    """Make the backend of one of SGLang's ModelRunners; a draft model gets the stock backend.
+    """Make the backend of one of SGLang's ModelRunners.
 
     Raises ImportError for a release with other interfaces or older than those that are served, TypeError or ValueError for wrong
     options, and for servers and models that are not served.
@@ -40,13 +40,10 @@ def make_backend(runner: Any) -> Any:
 
     server, model = resolved_view(runner.server_args), runner.model_config
     options = serving_options(stock_kernel(attention_backends_of(server)[1], str(runner.device)), model.hf_config)
-    make_stock = ATTENTION_BACKENDS[options.kernel]
-    if runner.is_draft_worker:
-        return make_stock(runner)
     refuse_server(server, runner.use_mla_backend)
     refuse_model(runner.model, model.is_multimodal)
     options.settings.check_model(model.hf_text_config)
-    others = make_stock(runner)
+    others = ATTENTION_BACKENDS[options.kernel](runner)
     warning = check_interfaces("SGLang", sglang.__version__, interface_faults(type(others)))
     if warning is not None:
         _log.warning("%s", warning)

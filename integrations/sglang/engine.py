@@ -26,6 +26,10 @@ REFUSED = {
     "enable_deterministic_inference": "answers that depend on no chunk, as a row's blocks do",
     "enable_hierarchical_cache": "a hierarchical cache",
     "enable_lmcache": "LMCache",
+    "enable_lora": "LoRA adapters",
+    "enable_memory_saver": "memory that a sleeping server gives back",
+    "speculative_algorithm": "guessed tokens",
+    "disaggregation_mode": "prefill and decoding on separate servers",
 }
 MUST_BE_ONE = ("attn_cp_size", "dcp_size")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,7 +44,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     if attention_backends_of(server_args)[1] == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
     for name, feature in REFUSED.items():
-        if getattr(server_args, name):
+        if getattr(server_args, name) not in (None, False, "null"):
             raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {feature}")
     for name in MUST_BE_ONE:
         size = getattr(server_args, name) or 1

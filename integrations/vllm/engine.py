@@ -45,6 +45,10 @@ class VLLMEngine(Engine):
             size = getattr(parallel, name)
             if size > 1:
                 raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
+        unrun = {"--enable-sleep-mode": model.enable_sleep_mode, "--enable-dbo (or --ubatch-size)": parallel.use_ubatching}
+        for name, is_on in unrun.items():
+            if is_on:
+                raise ValueError(f"{name} must be off with flexmask, which was not run with it")
         if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
             raise ValueError(
                 "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"

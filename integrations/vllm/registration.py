@@ -84,9 +84,6 @@ def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
 
     server = functools.partial(serving_options, vllm_config.additional_config, vllm_config.model_config.hf_config)
     try:
-        requested = request_options(given, server, vllm_config.parallel_config.tensor_parallel_size)
+        return request_options(given, server, vllm_config.parallel_config.tensor_parallel_size)
     except ValueError as error:  # which servers answer with status 500
         raise VLLMValidationError(str(error)) from None
-    if requested is not None and vllm_config.parallel_config.use_ubatching:
-        raise VLLMValidationError("options of a request must be left out where vLLM overlaps batches (--enable-dbo)")
-    return requested

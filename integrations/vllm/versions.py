@@ -26,7 +26,8 @@ _EVERY: dict[str, tuple[str, ...] | set[str]] = {
     "vllm.compilation.backends": {"model_tag"},
     "vllm.config": {"get_current_vllm_config", "get_current_vllm_config_or_none"},
     "CompilationConfig": {"static_forward_context"},
-    "ModelConfig": {"use_mla", "get_total_num_hidden_layers", "hf_text_config"},
+    "ModelConfig": {"use_mla", "get_total_num_hidden_layers", "hf_text_config", "enable_sleep_mode"},
+    "ParallelConfig": {"use_ubatching"},
     "the implementation": {"scale"},
 }  # fmt: skip
 _PLAIN: dict[str, tuple[str, ...] | set[str]] = {
@@ -82,7 +83,7 @@ def interface_faults(stock: Any) -> list[str]:
 
     builder, impl, is_latent = stock.get_builder_cls(), stock.get_impl_cls(), stock.is_mla()
     found = {x.__name__: x for x in (config, backends, CommonAttentionMetadata, AttentionCGSupport)}
-    found |= {x.__name__: x for x in (config.CompilationConfig, config.ModelConfig)}
+    found |= {x.__name__: x for x in (config.CompilationConfig, config.ModelConfig, config.ParallelConfig)}
     found |= {"builder": builder, "impl": impl, "the implementation": impl, "": ubatch_utils}
     found["the implementation's arguments"] = _arguments(impl)
     # pages, key heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops

@@ -27,6 +27,17 @@ def assert_the_adapter_s(stock: dict[str, Any], ours: dict[str, Any], theirs: di
         assert distance(stock[asked], ours[asked]) > 1
 
 
+def assert_a_mixture_s(stock: Any, ours: Any, dense: Any, half: Any) -> None:
+    """Two programs of the same model differ by rounding, and sparse ones by blocks near a threshold too."""
+
+    def mean(one: Any, other: Any) -> float:
+        return summary(apart(one, other))["mean"]
+
+    assert mean(stock, dense) < 0.05
+    assert mean(ours, half) < mean(ours, dense) / 3
+    assert mean(ours, half) < 5 * mean(stock, dense)
+
+
 class EngineTests:
     """The fixture `run` gives what an engine wrote, by its name in the engine's table; `adapter` what the adapter did."""
 
@@ -81,3 +92,11 @@ class EngineTests:
         log = run("sparse")["log"]
         assert "4 of 4 attention layers prefill sparse (hybrid, gamma 0.9, min_budget 128) from 0 tokens on" in log
         assert f"{self.stock} serves all else. Settings: {self.source}." in log
+
+    def test_an_answer_follows_a_grammar(self, run):
+        """In text of three words."""
+        stock, ours = (run(name)["by_a_grammar"] for name in ("stock", "sparse"))
+        assert_same_answers(stock[1:], ours[1:])
+        assert distance(stock[:1], ours[:1]) > 1
+        for each in (*stock, *ours):
+            assert {*each["tokens"]} <= {20, 23, 24}

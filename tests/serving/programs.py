@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.repository import ROOT
 
+FAULT = "FLEXMASK_TESTS_FAULT"  # in the environment of an engine's processes that shall be wrong
 ENGINE_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -36,7 +37,7 @@ def written_by(folder: Path, environment: Mapping[str, str]) -> Callable[..., di
 # what refuses wrong options of a request
 WRONG_OPTIONS: tuple[dict[str, Any], ...] = ({"flexmask_gamma": 2}, {"flexmask_gama": 0.5}, {"flexmask_read": [0.5, False]})
 # requests with options of their own, which the stock backend ignores
-CHOSEN = ("beside_each_other", "behind_one_prefix", "wrongly")
+CHOSEN = ("beside_each_other", "behind_one_prefix", "wrongly", "by_a_grammar")
 # most rows of a step where they can be set, lengths and seeds of prompts, new tokens
 QUESTIONS: dict[str, tuple[int, list[tuple[int, int]], int]] = {
     # two whole prompts in one step
@@ -62,7 +63,7 @@ class Asked:
     """An engine, and questions with their answers in types that JSON has.
 
     ``generate(prompts, tokens, chosen, scored)`` gives greedy answers to requests with `chosen` options, with the
-    log-probabilities of the prompts' tokens if they are `scored`.
+    log-probabilities of the prompts' tokens if they are `scored`; a `regex` bounds their texts.
     """
 
     generate: Callable[..., Any]
@@ -81,6 +82,17 @@ class Asked:
         rows, prompts, tokens = self.questions[name]
         self.budget(rows)
         return self.generate([self.prompt(*each) for each in prompts], tokens)
+
+    def mixed_at_one(self) -> Any:
+        """As ``mixed``, whatever the server's gamma."""
+        rows, prompts, tokens = self.questions["mixed"]
+        self.budget(rows)
+        return self.generate([self.prompt(*each) for each in prompts], tokens, [{"flexmask_gamma": 1}] * len(prompts))
+
+    def by_a_grammar(self) -> Any:
+        """Three words, at the server's gamma and at gamma 1."""
+        self.empty_cache()
+        return self.generate([prompt(1700)] * 2, chosen=[None, {"flexmask_gamma": 1}], regex="(birds|boat|bread)*")
 
     def prefix_hits(self) -> Any:
         """The same prompt again, and one with the same beginning."""

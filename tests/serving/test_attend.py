@@ -91,15 +91,6 @@ def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
         assert ours.density.mean() < 1
 
 
-def test_each_rank_has_the_options_of_its_own_heads():
-    shares = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
-    for number, ranks, by_rank in ((0, 2, [shares[:4], shares[4:]]), (1, 4, [[0.9, 1.0]] * 4)):
-        settings = PrefillSettings(gamma=shares, layers={1: {"gamma": [0.9, 1.0] * 4}})
-        shape = replace(SHAPE, num_heads=8 // ranks, num_kv_heads=1)
-        layers = [role_of_shape(shape, number, settings, rank, ranks) for rank in range(ranks)]
-        assert [list(each.selector.options["gamma"]) for each in layers] == by_rank
-
-
 def test_sizes_of_the_warm_up():
     # FlexAttention's main kernel needs more rows than a block of 64
     short = [size for size in warm_sizes(layer_of(block_size=64), (4096, 8192), CPU) if size[0] < 128]

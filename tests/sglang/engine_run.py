@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,14 +19,16 @@ import torch
 
 from tests.repository import ROOT
 from tests.serving import programs
-from tests.serving.programs import CHOSEN, ENGINE_ENVIRONMENT, prompt
-from tests.vllm.engines import BY_HEAD, KEEP_ALL, MODEL, SPARSE
+from tests.serving.programs import CHOSEN, ENGINE_ENVIRONMENT, FAULT, prompt
+from tests.vllm import random_models
+from tests.vllm.engines import BY_HEAD, HALF, KEEP_ALL, MIXTURES, MODEL, SPARSE
 
+# where conftest.py found no kernels
+_NAMES_ONLY = [str(ROOT / "tests/sglang/names_only")] if os.environ.get("SGLANG_USE_CPU_ENGINE") else []
+# an engine may stand on the path too
 ENVIRONMENT = {
     **ENGINE_ENVIRONMENT,
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # an engine may stand on the path too
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/sglang/names_only"), os.environ.get("PYTHONPATH", "")]),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *_NAMES_ONLY, os.environ.get("PYTHONPATH", "")]),
 }
 CHUNK = 777
 SAME = ("odd_chunks", "mixed", "short", "prefix_hits")
@@ -43,6 +45,7 @@ class Engine(NamedTuple):
     arguments: Mapping[str, Any]
     asks: tuple[str, ...] = SAME
     fault: str | None = None
+    model: Callable[[Path], str] | None = None  # writes one of random weights; None: the retriever
 
 
 ENGINES = {
@@ -53,13 +56,19 @@ ENGINES = {
     "half": Engine({**SPARSE, "gamma": 0.5}, _OURS, ("beside_each_other_plainly",)),
     "fp8_stock": Engine(None, {"kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
     "fp8": Engine(KEEP_ALL, {**_OURS, "kv_cache_dtype": "fp8_e4m3"}, ("odd_chunks", "mixed")),
+    "two_stages": Engine(SPARSE, {**_OURS, "pp_size": 2}, ("odd_chunks", "mixed_at_one"), model=random_models.untied),
     "two_ranks": Engine(BY_HEAD, {**_OURS, "tp_size": 2}, ("odd_chunks",)),
     # the retriever's config.json holds its own gammas, for prompts from 16,384 tokens on
     "its_config": Engine(None, _OURS, ("odd_chunks",)),
     "wrong": Engine({"gama": 0.9}, _OURS, ()),
+    # on a GPU
+    **{
+        f"{name}{suffix}": Engine(options, arguments, ("text",), model=MIXTURES[name][0])
+        for name in ("qwen3_next", "qwen3_5", "nemotron", "granite")
+        for suffix, options, arguments in (("_stock", None, {}), ("", KEEP_ALL, _OURS), ("_half", HALF, _OURS))
+    },
     **{f"fault_{name}": Engine(KEEP_ALL, _OURS, ("odd_chunks",), name) for name in ("slots", "rows")},
 }
-FAULT = "FLEXMASK_TESTS_FAULT"
 
 
 def plant(fault: str) -> None:
@@ -84,18 +93,20 @@ def main(name: str, *backend_and_out: str) -> None:
     if engine.fault:
         os.environ[FAULT] = engine.fault
     os.environ.pop("FLEXMASK_SGLANG", None)
-    if "tp_size" in engine.arguments and not kernel:
+    if {"tp_size", "pp_size"} & engine.arguments.keys() and not kernel:
         # a core for each rank, which SGLang does not choose where there is one memory node
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
     if engine.options is not None:
         os.environ["FLEXMASK_SGLANG"] = json.dumps(engine.options)
     import sglang
 
-    common = {"model_path": MODEL, "random_seed": 0, "skip_tokenizer_init": True, "log_level": "info"}
+    common = {"model_path": MODEL, "random_seed": 0, "log_level": "info"}
     common |= {"context_length": 8192, "max_total_tokens": 20000, "max_running_requests": 8}
     common |= {"mem_fraction_static": 0.9 if kernel else 0.5}
     common |= {"chunked_prefill_size": CHUNK, "enable_mixed_chunk": True}
     common |= {**_ON_GPU, "attention_backend": kernel[0]} if kernel else _ON_CPU
+    if engine.model is not None:
+        common |= {"model_path": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True}
     asked = Asked(sglang.Engine(**common, **engine.arguments))
     results = {each: asked.ask(each) for each in engine.asks}
     if "enable_metrics" in engine.arguments:
@@ -108,11 +119,15 @@ class Asked(programs.Asked):
     def __init__(self, engine):
         self.engine = engine
 
-    def generate(self, prompts, tokens=4, chosen=None, scored=True):
-        common = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    def generate(self, prompts, tokens=4, chosen=None, scored=True, regex=None):
+        common = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "regex": regex}
         given = [{**common, "custom_params": each} for each in chosen or [None] * len(prompts)]
         logprobs = {"return_logprob": True, "logprob_start_len": 0 if scored else -1, "top_logprobs_num": 8}
         return [answer(each) for each in self.engine.generate(input_ids=prompts, sampling_params=given, **logprobs)]
+
+    def text(self):
+        """Of a random model."""
+        return self.generate([random_models.prompt(0, 1700), random_models.prompt(0, 700)])
 
     def empty_cache(self):
         """SGLang refuses until its last step has ended, which may be after the answers."""

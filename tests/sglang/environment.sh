@@ -9,9 +9,7 @@ tests=$(dirname "$0")
 pip() { "$folder/bin/python" -m pip install --disable-pip-version-check "$@"; }
 pip -r "$tests/requirements.txt"
 pip --no-deps "sglang==${3:-0.5.23}" torchvision==0.28.0
-# a torchvision whose operators are for another build of torch cannot be imported; SGLang and transformers call none of them
-"$folder/bin/python" -c "import torchvision" 2> /dev/null ||
-    : > "$("$folder/bin/python" -c "import importlib.util as u; print(u.find_spec('torchvision').submodule_search_locations[0])")/_meta_registrations.py"
+"$tests/../serving/fit_torchvision.sh" "$folder/bin/python"
 # for its entry point, and these sources
 pip setuptools
 pip --no-deps --no-build-isolation -e "$tests/../.."

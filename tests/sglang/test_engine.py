@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serving.engine_tests import NEAR, EngineTests
+from tests.serving.engine_tests import NEAR, EngineTests, assert_same_answers
 from tests.vllm.agreement import differences, distance, summary
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
@@ -30,6 +30,11 @@ def test_what_was_asked_did_happen(run):
     # all of odd_chunks, of mixed what fills a block, and of prefix_hits what was not cached
     assert ours["metrics"]["sparse"] > 3000 + 2500 + 1300 + 2990 + 1300
     assert ours["metrics"]["dense"] >= 40 + 40
+
+
+def test_two_stages_change_no_answer(run):
+    assert_same_answers(run("stock")["mixed"], run("two_stages")["mixed_at_one"])
+    assert_same_answers(run("sparse")["odd_chunks"], run("two_stages")["odd_chunks"])
 
 
 def log_of(results):
@@ -73,3 +78,14 @@ def test_an_unknown_option_ends_the_start(run):
     wrong = run("wrong")
     assert wrong["status"] != 0
     assert "ValueError: FLEXMASK_SGLANG: method 'hybrid' takes the options" in wrong["log"] and "got 'gama'" in wrong["log"]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron", "granite"])
+def test_a_mixture_s_attention_is_the_stock_backend_s(name, written):
+    """By a command: ``python -m tests.sglang.engine_run qwen3_next triton OUT``."""
+    stock, ours, half = (written("sglang.engine_run", f"{name}{kind}", "triton") for kind in ("_stock", "", "_half"))
+    assert "2 of 2 attention layers prefill sparse" in ours["log"]
+    rounding = summary(differences(stock["text"], ours["text"]))["mean"]
+    assert rounding < 0.05 < summary(differences(stock["text"], half["text"]))["mean"]

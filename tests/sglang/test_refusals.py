@@ -25,15 +25,15 @@ def server(prefill="flexmask", decode="fa3", **others):
     [
         ({"uses_mla": True}, "does not serve multi-head latent attention"),
         ({"decode": "flexmask"}, "'flexmask' must be the --prefill-attention-backend, beside another for decoding"),
-        ({"enable_dp_attention": True}, "enable_dp_attention must be off .* attention that is parallel over data"),
-        ({"enable_two_batch_overlap": True}, "enable_two_batch_overlap must be off"),
-        ({"enable_deterministic_inference": True}, "enable_deterministic_inference must be off"),
+        *(({name: True}, f"{name} must be off .* does not serve {feature}") for name, feature in REFUSED.items()),
+        ({"disaggregation_mode": "prefill"}, "disaggregation_mode must be off .* on separate servers"),
+        ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be off .* guessed tokens"),
         ({"attn_cp_size": 2}, "attn_cp_size must be 1 .* got 2"),
         ({"dcp_size": 4}, "dcp_size must be 1 .* got 4"),
     ],
 )
 def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
-    refuse_server(server(dcp_size=None), uses_mla=False)
+    refuse_server(server(dcp_size=None, disaggregation_mode="null", speculative_algorithm=None), uses_mla=False)
     with pytest.raises(ValueError, match=message):
         refuse_server(server(**given), given.get("uses_mla", False))
 
@@ -45,7 +45,7 @@ def test_a_model_whose_images_see_later_tokens_is_refused(monkeypatch):
     refuse_model(model, is_multimodal=False)
     refuse_model(object(), is_multimodal=True)
     monkeypatch.setenv("FLEXMASK_SGLANG", "{}")
-    runner = SimpleNamespace(server_args=server(decode="torch_native"), device="cpu", is_draft_worker=False, model=model)
+    runner = SimpleNamespace(server_args=server(decode="torch_native"), device="cpu", model=model)
     runner.model_config, runner.use_mla_backend = SimpleNamespace(hf_config=None, is_multimodal=True), False
     with pytest.raises(ValueError, match=r"--enable-multimodal must be off .* Gemma3ForConditionalGeneration"):
         make_backend(runner)

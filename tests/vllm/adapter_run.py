@@ -19,8 +19,8 @@ from tests.serving import programs
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, LATENT_ON_CUDA, MIXTURES, MODEL
 
-# tokens, of which attention takes no fewer bytes than a state
-PAGE_OF_STATES = 544
+# tokens, of which attention takes no fewer bytes than a state, by model
+PAGES_OF_STATES = {"qwen3_next": 544, "qwen3_5": 288}
 
 
 @torch.no_grad()
@@ -56,8 +56,11 @@ def main(*words_and_out):
         if name in ("whole", "chunks", "odd_chunks")
     }
     if engine.arguments.get("enable_prefix_caching"):
-        # chunks end at pages, whose states are kept
-        asked = {name: (tokens, PAGE_OF_STATES) for name, (tokens, _) in asked.items()}
+        # chunks end at pages, whose states are kept, the last but one at the last page
+        page = PAGES_OF_STATES[next(iter(mixtures))]
+        for name, (tokens, chunk) in asked.items():
+            most, whole = chunk // page * page, len(tokens) // page * page
+            asked[name] = tokens, [x for x in (*[most] * (whole // most), whole % most, len(tokens) - whole) if x]
     # FLASH_ATTN_MLA decodes the others
     least_rows = 513 if questions is LATENT_ON_CUDA else 2
     dtype = "bfloat16" if {"cuda", "bfloat16"} & set(words) else engine.arguments.get("dtype", "float32")

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import torch
 
 
-def config_of(options=None, layers=3, use_v2_model_runner=False, backend="CUSTOM", **parallel):
+def config_of(options=None, layers=3, use_v2_model_runner=False, backend="CUSTOM", enable_sleep_mode=False, **parallel):
     model = SimpleNamespace(hf_config=SimpleNamespace(), dtype=torch.float32, max_model_len=32768, rswa_window=None, model="a")
+    model.enable_sleep_mode = enable_sleep_mode
     model.hf_text_config = SimpleNamespace(num_hidden_layers=layers)
     model.get_total_num_hidden_layers = lambda: layers
     parallel = {"use_ubatching": False, "tensor_parallel_size": 1, **parallel}

@@ -10,9 +10,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.serving import programs
-from tests.serving.programs import plan_one_token_off, prompt
+from tests.serving.programs import FAULT, QUESTIONS, plan_one_token_off, prompt
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, LATENT, LATENT_ON_CUDA, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
+
+# vLLM's processes import this module, under another name
+if os.environ.get(FAULT):
+    patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off).start()
 
 
 def main(name: str, *device_and_out: str) -> None:
@@ -37,7 +41,9 @@ def main(name: str, *device_and_out: str) -> None:
         given["kv_transfer_config"] = {
             "kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": where,
         }  # fmt: skip
-    asked = Asked(LLM(**{**common, **given, **engine.arguments}), engine, device)
+    if engine.is_wrong:
+        os.environ[FAULT] = "1"
+    asked = Asked(LLM(**{**common, **given, **engine.arguments}), engine, device, Path(out).with_suffix(".adapters"))
     before = counters["stats"]["unique_graphs"]
     results = {each: asked.ask(each) for each in engine.asks}
     # of this process
@@ -48,14 +54,14 @@ def main(name: str, *device_and_out: str) -> None:
 
 
 class Asked(programs.Asked):
-    def __init__(self, llm, engine, device):
+    def __init__(self, llm, engine, device, folder):
         from vllm.exceptions import VLLMValidationError
 
-        self.llm, self.refusal = llm, VLLMValidationError
+        self.llm, self.refusal, self.folder = llm, VLLMValidationError, folder
         self.has_budget = engine.ranks == 1 and engine.rows == MOST_TOKENS
         self.layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         self.questions = LATENT_ON_CUDA if engine.questions is LATENT and device == ["cuda"] else engine.questions
-        if engine.model is not None:
+        if engine.questions is not QUESTIONS:
             self.prompt = random_models.prompt
         if engine.arguments.get("kv_cache_dtype") == "fp8":
             # scales that are not 1
@@ -105,11 +111,45 @@ class Asked(programs.Asked):
 
         return {name: told(role) for name, role in self.engine.roles.items()}
 
-    def generate(self, prompts, tokens=4, chosen=None, scored=True):
-        given = [
-            sampling(tokens, prompt_logprobs=0 if scored else None, extra_args=each) for each in chosen or [None] * len(prompts)
-        ]
-        return [answer(each) for each in self.llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)]
+    def generate(self, prompts, tokens=4, chosen=None, scored=True, adapters=None, regex=None):
+        from vllm.sampling_params import StructuredOutputsParams
+
+        options = {"prompt_logprobs": 0 if scored else None}
+        if regex:
+            options["structured_outputs"] = StructuredOutputsParams(regex=regex)
+        given = [sampling(tokens, extra_args=each, **options) for each in chosen or [None] * len(prompts)]
+        asked = [each if isinstance(each, dict) else {"prompt_token_ids": each} for each in prompts]
+        return [answer(each) for each in self.llm.generate(asked, given, use_tqdm=False, lora_request=adapters)]
+
+    def guesses(self):
+        """Tokens that were guessed so far, and those of them that were right."""
+        counts = {each.name: each.value for each in self.llm.get_metrics() if hasattr(each, "value")}
+        return [counts[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")]
+
+    def adapters(self):
+        """One prompt for the model and two adapters, side by side, at the server's gamma and at gamma 1."""
+        from vllm.lora.request import LoRARequest
+
+        self.empty_cache()
+        beside = [None, *(LoRARequest(str(seed), seed, random_models.adapter(self.folder, seed)) for seed in (1, 2))]
+        prompts = [prompt(1700, seed=1)] * len(beside)
+        # vLLM's operators for CPUs do not score prompts beside adapters
+        options = {"scored": False, "adapters": beside}
+        both = [self.generate(prompts, chosen=[each] * len(beside), **options) for each in (None, {"flexmask_gamma": 1})]
+        return [*both[0], *both[1]]
+
+    def pictured(self):
+        """A picture inside of a long text, at the server's gamma and at gamma 1; and another picture at gamma 1."""
+        from PIL import Image
+
+        text = prompt(1700)
+        text = [*text[:900], random_models.PICTURE, *text[900:]]
+        seen = [Image.radial_gradient("L").convert("RGB"), Image.new("RGB", (56, 56))]
+        asked = [{"prompt_token_ids": text, "multi_modal_data": {"image": each}} for each in (seen[0], *seen)]
+        return self.generate(asked, chosen=[None, *[{"flexmask_gamma": 1}] * 2])
+
+    def alone(self):
+        return self.generate([prompt(1700, seed=1)])
 
     def handed(self):
         """Whole prompts, whose pages another server may have."""

