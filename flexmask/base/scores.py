@@ -31,34 +31,13 @@ def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
     columns = key.flatten(0, 1).transpose(1, 2)
     if not query.is_cuda:
         scores = together.float() @ columns.float()
-    elif not HAS_BMM_TO_FLOAT32:
-        scores = (together.double() @ columns.double()).float()
-    else:
-        # tensor cores take half precision as it is: exact products, summed in float32. Of float32 they may take TF32 only, by a
-        # setting of the program that holds in all threads
-        if query.dtype != key.dtype or query.dtype == torch.float32:
-            together, columns = in_bfloat16(together, columns)
+    elif HAS_BMM_TO_FLOAT32 and query.dtype == key.dtype and query.dtype.itemsize == 2:
+        # tensor cores take half precision as it is: exact products, summed in float32
         scores = torch.bmm(together, columns, out_dtype=torch.float32)
+    else:
+        # products of float32 may run in TF32, by a setting of the program that holds in all threads
+        scores = (together.double() @ columns.double()).float()
     return scores.reshape(batch, num_heads, rows, key.shape[2])
-
-
-def in_bfloat16(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Two bfloat16 matrices whose product is ``left @ right`` but for roundings of float32: their parts, side by side."""
-    lefts, rights = _parts(left), _parts(right)
-    # a part is at most 2**-8 of the one before
-    pairs = [(i, j) for i in range(len(lefts)) for j in range(len(rights)) if i + j < 3]
-    return torch.cat([lefts[i] for i, _ in pairs], -1), torch.cat([rights[j] for _, j in pairs], -2)
-
-
-def _parts(x: Tensor) -> list[Tensor]:
-    """Bfloat16 tensors with the sum of `x`: one for bfloat16, two for float16, three for float32."""
-    parts: list[Tensor] = []
-    left = x.float()
-    for _ in range({torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]):
-        parts.append(left.bfloat16())
-        # nothing is left of infinity
-        left = torch.where(parts[-1].isinf(), 0.0, left - parts[-1].float())
-    return parts
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
