@@ -148,7 +148,7 @@ def test_a_searched_plan_is_one_of_minference():
         assert search.log_probs(IDS).isfinite().all()
 
 
-def test_needles_are_asked_of_the_retriever(tmp_path):
+def test_needles_are_asked_of_the_retriever(tmp_path, capsys):
     out = tmp_path / "out.csv"
     command = ["needles", "--out", str(out), "--tasks", "needle-1", "--lengths", "1024", "--prompts", "2", "--methods"]
     retrieval.main([*command, "hybrid", "--options", '{"gamma": 0.9}'])
@@ -157,6 +157,12 @@ def test_needles_are_asked_of_the_retriever(tmp_path):
     found = [tuple(row) for row in rows[["method", "right", "n"]].values.tolist()]
     assert found == [("dense", 2, 2), ("hybrid", 2, 2), ("streaming_llm", 0, 2)]
     assert rows["density"].tolist()[2] == pytest.approx(15 / 36, abs=1e-5) and rows["density"][0] == 1
+    capsys.readouterr()
+    retrieval.main([*command, "hybrid", "--options", '{"gamma": 0.9}'])
+    assert capsys.readouterr().out.count("known, not measured again") == 2 and pd.read_csv(out).equals(rows)
+    # other prompts are another measurement
+    retrieval.main([*("1" if each == "2" else each for each in command), "hybrid", "--options", '{"gamma": 0.9}'])
+    assert pd.read_csv(out)["n"].tolist() == [2, 2, 2, 1, 1]
 
 
 HASH = "0123456789abcdef0123456789abcdef01234567"

@@ -2,7 +2,8 @@
 
 A row holds the mean absolute change of a token's log-probability against dense attention, the change of the loss, and the kept
 share of the causal blocks, over the prompt and between two of `POSITIONS`. Default model: SmolLM2-135M, YaRN factor 8, whose
-dense loss is flat up to 64k tokens. The same command resumes. ``--lengths 2048`` runs on a CPU.
+dense loss is flat up to 64k tokens. The same command resumes. ``--lengths 2048`` runs on a CPU. A method that was edited keeps
+its rows: give it another name, or another file.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ def measure(
         row: dict[str, Any] = {"model": options.name, "yarn": options.yarn, "text": text, "length": length}
         row["chunk"] = options.chunk
         missing = [each for each in chosen if not sheet.has(**row, method=each.method, options=each.options)]
+        for setting in chosen:
+            if setting not in missing:
+                print(f"{text}, {length:,} tokens, {setting}: known, not measured again", flush=True)
         if not missing:
             continue
         with model.attending(None):

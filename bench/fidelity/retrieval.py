@@ -2,7 +2,7 @@
 
 ``needles`` are of the retriever, ``tasks`` RULER's types by `bench.ruler_model`. Decoding is dense. Every method gets the
 same prompts, by number; a row has one digit per prompt, its right tokens. The same command resumes, and ``--first 96`` takes
-other prompts.
+other prompts. A method that was edited keeps its rows: give it another name, or another file.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from bench.ruler_model.answers import MODEL as RULER_MODEL
 from bench.ruler_model.prompts import TASKS, Prompts, make_prompts
 
 NEEDLES = ("needle-1", "needle-64")
-IDENTITY = ("bed", "task", "tokens", "method", "options", "chunk", "first")
-COLUMNS = (*IDENTITY, "n", "density", "right", "parts", "answer_tokens", "each", "seconds", "device")
+IDENTITY = ("bed", "task", "tokens", "method", "options", "chunk", "first", "n")
+COLUMNS = (*IDENTITY, "density", "right", "parts", "answer_tokens", "each", "seconds", "device")
 DENSE = Setting("dense", {})
 _FIRST_SEEDS = {"needles": 1000, "tasks": 90_000}
 _BATCH_TOKENS = 131072
@@ -59,7 +59,7 @@ def score(model: SparseModel, setting: Setting, drawn: Sequence[Prompts], chunk:
         counts += prompts.parts_right(found).tolist()
         kept += [model.density()] * len(prompts.token_ids)
     parts = sum(counts) / (answer_tokens * len(counts))
-    found_all = {"n": len(counts), "density": sum(kept) / len(kept), "right": counts.count(answer_tokens), "parts": parts}
+    found_all = {"density": sum(kept) / len(kept), "right": counts.count(answer_tokens), "parts": parts}
     return found_all | {"answer_tokens": answer_tokens, "each": "".join(map(str, counts))}
 
 
@@ -68,10 +68,11 @@ def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Nam
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     for tokens, task in itertools.product(options.lengths, options.tasks):
         bed = options.bed if options.model is None else f"{options.bed}, {options.name}"
-        cell = {"bed": bed, "task": task, "tokens": tokens, "chunk": options.chunk, "first": options.first}
+        cell = {"bed": bed, "task": task, "tokens": tokens, "chunk": options.chunk, "first": options.first, "n": options.prompts}
         drawn: list[Prompts] = []
         for setting in (DENSE, *chosen):
             if sheet.has(**cell, method=setting.method, options=setting.options):
+                print(f"{task}, {tokens:,}, {setting}: known, not measured again", flush=True)
                 continue
             if time.monotonic() > stop:
                 print("out of time; the same command goes on", flush=True)
@@ -86,7 +87,7 @@ def measure(model: SparseModel, chosen: Sequence[Setting], options: argparse.Nam
             seconds = round(time.monotonic() - start, 3)
             sheet.add(**cell, method=setting.method, options=setting.options, **found, seconds=seconds, device=where)
             print(
-                f"{task}, {tokens:,}, {setting}: {found['right']} of {found['n']} at {found['density']:.1%} of the blocks",
+                f"{task}, {tokens:,}, {setting}: {found['right']} of {options.prompts} at {found['density']:.1%} of the blocks",
                 flush=True,
             )
 
