@@ -104,7 +104,10 @@ def measure(model: PreTrainedModel, prompt: Prompt, given: dict[str, Any], round
     settings: dict[str, PrefillSettings | None] = {"": None}
     blocks = -(-len(prompt.token_ids) // 128)
     for method in ("", *METHODS):
-        bar.set_description(METHODS.get(method, "dense attention") + (", and compiling" if method == "hybrid" else ""))
+        doing = METHODS.get(method, "dense attention") + (", and compiling" if method == "hybrid" else "")
+        bar.set_description(doing)
+        if bar.disable:  # no terminal
+            print(f"{doing} ...", file=sys.stderr, flush=True)
         if method == "streaming_llm":
             options: dict[str, Any] = {"sink_blocks": 1, "window_blocks": window_of(found["hybrid"].density, blocks)}
         else:
