@@ -147,11 +147,11 @@ def mean_of_rows(right, problem, last, *rest):
     return right(problem, last._replace(mass=last.mass._replace(by_row=rows.mean(2, keepdim=True).expand_as(rows))), *rest)
 
 
-def evidence_by_seen(right, problem, evidence, *rest):
+def evidence_by_seen(right, problem, row_stride):
     """Evidence times n/N, which is a threshold times N/n: each query block's even share is of the n blocks that it sees."""
-    seen = problem.blocks_seen()
+    seen, evidence = problem.blocks_seen(), right(problem, row_stride)
     share = evidence.root_mean_square * (seen / seen.amax(-1, keepdim=True))[:, None, :, None]
-    return right(problem, evidence._replace(root_mean_square=share), *rest)
+    return evidence._replace(root_mean_square=share)
 
 
 # by name: what is replaced, by which name of its module, and by what
@@ -164,7 +164,7 @@ RULE_FAULTS = {
     "no halvings": (hybrid.plain, "HALVINGS", 0),
     "no key blocks of the last rows": other_step("kept_blocks", with_argument("lines", torch.zeros_like)),
     "no nearest": other_step("kept_blocks", with_argument("nearest", lambda _: 0)),
-    "n for N": other_step("row_blocks", evidence_by_seen),
+    "n for N": other_step("row_evidence", evidence_by_seen),
 }
 
 # where the last rows are dense

@@ -17,7 +17,7 @@ def stats(density, **held):
     unknown = torch.full_like(heads, math.nan)
     found = {"coverage": unknown, "least_row_coverage": unknown, **{name: torch.tensor([each]) for name, each in held.items()}}
     none = torch.zeros_like(heads, dtype=torch.bool)
-    return dataclasses.replace(dense_stats(heads[..., None, None]), density=heads, is_dense=none, dense=False, **found)
+    return dataclasses.replace(dense_stats(heads[..., None, None]), density=heads, dense_heads=none, dense=False, **found)
 
 
 def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
