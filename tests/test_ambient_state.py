@@ -1,6 +1,7 @@
 """Changing states of the program use up no recompilations; masks do not depend on TF32, which no mask switches."""
 
 import contextlib
+import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 import flexmask
 from flexmask import sparse_attention
+from flexmask.base.scores import grouped_scores
 from tests.block_masks.definitions import MASKS, TESTED
 from tests.cases import structured_inputs
 from tests.compile_support import counting as counting
@@ -55,6 +57,17 @@ def test_no_precision_of_the_process_is_set():
     for path in Path(flexmask.__file__).parent.rglob("*.py"):
         set_there = re.findall(r"allow_tf32|fp32_precision|set_float32_matmul_precision", path.read_text(encoding="utf-8"))
         assert not set_there, path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", [*itertools.product((torch.float32, torch.bfloat16), repeat=2)], ids=str)
+def test_compiled_scores_have_the_precision_of_float32(dtypes, cuda, matmul_precision):
+    """Torch compiles a round trip through another dtype away."""
+    query, key = (torch.randn(2, heads, 70, 64, device=cuda).to(dtype) for heads, dtype in zip((4, 2), dtypes, strict=True))
+    matmul_precision.use_tf32()
+    scores = torch.compile(grouped_scores, fullgraph=True)(query, key)
+    exact, repeated = query.double(), key.double().repeat_interleave(2, 1)
+    assert ((scores - exact @ repeated.mT).abs() <= 1e-6 * (exact.abs() @ repeated.abs().mT)).all()
 
 
 PLAIN = sorted(set(MASKS) - {"hybrid", "flexprefill"})

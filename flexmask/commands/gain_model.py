@@ -44,7 +44,7 @@ def of_prompt(model: PreTrainedModel, ids: Tensor, chosen: Named | None, minutes
         remark_if_short(output, settings, length)
         measured = {"tokens": length, "layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
     else:
-        rounds = planned(model, ids, settings, 60 * minutes, output)
+        rounds = rounds_that_fit(model, ids, settings, 60 * minutes, output)
         with output.progress(f"{2 * rounds} prefills, by layer") as advance, by_layer(model, 2 * rounds, advance):
             measured = _measured(model, ids, settings, rounds, 60 * minutes, output)
     about = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
@@ -53,7 +53,7 @@ def of_prompt(model: PreTrainedModel, ids: Tensor, chosen: Named | None, minutes
 
 
 @torch.no_grad()
-def planned(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, most: float, output: Output) -> int:
+def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, most: float, output: Output) -> int:
     """Rounds that fit into `most` seconds, by the time of a layer; says so, and refuses a prompt of which none fits."""
     length, sparse = ids.shape[1], 0.0
     with output.progress(f"timing one layer on {length:,} tokens"):
