@@ -24,6 +24,7 @@ class Attended(NamedTuple):
     lse: Tensor | None = None
     stats: SelectionStats | None = None
     selections: tuple[tuple[HeadGroup, Selection], ...] = ()  # with their maps of kept blocks
+    counts: tuple[Tensor, ...] = ()  # of kept blocks, (batch, heads or 1, num_q_blocks) int32, two per group; none in dense calls
 
     def results(self) -> Any:
         """As public functions return them: the output, or a tuple of it and what was requested in addition."""

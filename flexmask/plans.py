@@ -107,8 +107,13 @@ class Plan:
         empty = {name: None if x is None else x.detach().new_empty(()).expand(x.shape) for name, x in shapes.items()}
         return replace(self, inputs=self.inputs.with_fields(**empty))
 
-    def attend(self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False) -> Attended:
-        """Attention of inputs of this plan, outside of autocast; `statistics` by name, `with_maps` also the selections."""
+    def attend(
+        self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False, with_counts: bool = False
+    ) -> Attended:
+        """Attention of inputs of this plan, outside of autocast, with what else is wanted of it.
+
+        That is `statistics` by name, the selections with their maps, and the counts of kept blocks.
+        """
         with without_autocast(inputs.query.device):
             if not self.groups:
                 stats = dense_stats(inputs.query) if statistics else None
@@ -116,11 +121,14 @@ class Plan:
             measured = statistics if self.reason is None else ()
             whole = inputs.prepared_with(self.offset, self.absent)
             outputs, selections, dense = None, [], []
+            counts: list[Tensor] = []
             for group, prepared, key_heads in self.groups:
                 part, selection, backend = whole.of_heads(group), None, self.backend
-                if measured or with_maps or not all(key_heads):
+                if measured or with_maps or with_counts or not all(key_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)
                     selections.append(selection)
+                    if with_counts:
+                        counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
                     if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
                         # FLASH then packs a key head's query heads into one tile
                         size = selection.block_size
@@ -132,7 +140,7 @@ class Plan:
             groups, stats = [group.heads for group in self.groups], None
             if statistics:
                 stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
-            return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+            return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
 
 
 def plan_call(
