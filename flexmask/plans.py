@@ -129,10 +129,12 @@ class Plan:
                     selections.append(selection)
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
-                    if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
-                        # FLASH then packs a key head's query heads into one tile
-                        size = selection.block_size
-                        backend = chosen_backend(self.options.backend, part, size, self.return_lse, shared=True)
+                    shared = selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]
+                    # FLASH packs a key head's query heads into one tile if they share a list, and torch traces no direct call
+                    if shared or (backend.direct and is_traced()):
+                        named, own, size = self.options.backend, not prepared.selector.is_users, selection.block_size
+                        of_group = inputs.of_heads(group)
+                        backend = chosen_backend(named, of_group, size, self.return_lse, shared=shared, direct=own)
                 out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
                 dense.append(key_heads)
@@ -167,7 +169,7 @@ def plan_call(
 
 def dense_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False) -> Plan:
     """A plan of dense attention; a named backend that cannot run is refused at every length."""
-    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True)
+    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True, direct=True)
     return Plan(inputs, options, reason, backend, return_lse)
 
 
@@ -191,7 +193,7 @@ def _in_groups(
     groups = selector.groups(inputs, options.max_mask_bytes)
     # a group may have fewer query heads per key head
     of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse)
+    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse, direct=not selector.is_users)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:
