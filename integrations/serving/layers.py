@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -59,7 +60,7 @@ class SparseLayer(LayerShape):
         shape = (getattr(self, field.name) for field in fields(LayerShape))
         return (*shape, method.name, method.block_size, fixed)
 
-    @property
+    @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind share plans."""
         shape = (getattr(self, field.name) for field in fields(LayerShape))
