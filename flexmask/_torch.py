@@ -154,6 +154,12 @@ def is_under_vmap(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make `device` current: kernels that torch does not launch go to the current one."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
 def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
     """A view of `tensor` whose size in `dim` is symbolic from the first compilation on."""
     view = tensor.detach()

@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flexmask._torch import is_fake
 from flexmask.base.inputs import HeadGroup, SparseInputs
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.flex.backend import Backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, sdpa
+from flexmask.flex.flash import flash_attention
 from flexmask.flex.run import run_flex_attention
 from flexmask.stats import SelectionStats
 from flexmask.users_mask import with_constant_numbers
@@ -24,6 +26,7 @@ class Attended(NamedTuple):
     lse: Tensor | None = None
     stats: SelectionStats | None = None
     selections: tuple[tuple[HeadGroup, Selection], ...] = ()  # with their maps of kept blocks
+    counts: tuple[Tensor, ...] = ()  # of kept blocks, (batch, heads or 1, num_q_blocks) int32, two per group; none in dense calls
 
     def results(self) -> Any:
         """As public functions return them: the output, or a tuple of it and what was requested in addition."""
@@ -73,6 +76,8 @@ def attend_heads(
 
 
 def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
+    if backend.direct and not is_fake(inputs.query):
+        return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor)
     if selection.mask_mod is None:
         # all methods share the kernel without maps
         selection = selection.with_fields(keep=None, title=None)

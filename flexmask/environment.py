@@ -31,6 +31,8 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "head_dim 256": {"head_dim": 256, "v_head_dim": 256},
     "blocks of 64": {"block_size": 64},
     "gradients": {"gradients": True},
+    "called directly": {"direct": True},
+    "windows, called directly": {"captures": True, "direct": True},
 }
 # releases of transformers that the adapter serves
 OLDEST, NEWEST = (4, 54), (5, 24)

@@ -107,8 +107,13 @@ class Plan:
         empty = {name: None if x is None else x.detach().new_empty(()).expand(x.shape) for name, x in shapes.items()}
         return replace(self, inputs=self.inputs.with_fields(**empty))
 
-    def attend(self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False) -> Attended:
-        """Attention of inputs of this plan, outside of autocast; `statistics` by name, `with_maps` also the selections."""
+    def attend(
+        self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False, with_counts: bool = False
+    ) -> Attended:
+        """Attention of inputs of this plan, outside of autocast, with what else is wanted of it.
+
+        That is `statistics` by name, the selections with their maps, and the counts of kept blocks.
+        """
         with without_autocast(inputs.query.device):
             if not self.groups:
                 stats = dense_stats(inputs.query) if statistics else None
@@ -116,15 +121,20 @@ class Plan:
             measured = statistics if self.reason is None else ()
             whole = inputs.prepared_with(self.offset, self.absent)
             outputs, selections, dense = None, [], []
+            counts: list[Tensor] = []
             for group, prepared, key_heads in self.groups:
                 part, selection, backend = whole.of_heads(group), None, self.backend
-                if measured or with_maps or not all(key_heads):
+                if measured or with_maps or with_counts or not all(key_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)
                     selections.append(selection)
-                    if selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]:
-                        # FLASH then packs a key head's query heads into one tile
-                        size = selection.block_size
-                        backend = chosen_backend(self.options.backend, part, size, self.return_lse, shared=True)
+                    if with_counts:
+                        counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
+                    shared = selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]
+                    # FLASH packs a key head's query heads into one tile if they share a list, and torch traces no direct call
+                    if shared or (backend.direct and is_traced()):
+                        named, own, size = self.options.backend, not prepared.selector.is_users, selection.block_size
+                        of_group = inputs.of_heads(group)
+                        backend = chosen_backend(named, of_group, size, self.return_lse, shared=shared, direct=own)
                 out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
                 dense.append(key_heads)
@@ -132,7 +142,7 @@ class Plan:
             groups, stats = [group.heads for group in self.groups], None
             if statistics:
                 stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
-            return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else ())
+            return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
 
 
 def plan_call(
@@ -159,7 +169,7 @@ def plan_call(
 
 def dense_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False) -> Plan:
     """A plan of dense attention; a named backend that cannot run is refused at every length."""
-    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True)
+    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True, direct=True)
     return Plan(inputs, options, reason, backend, return_lse)
 
 
@@ -183,7 +193,7 @@ def _in_groups(
     groups = selector.groups(inputs, options.max_mask_bytes)
     # a group may have fewer query heads per key head
     of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse)
+    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse, direct=not selector.is_users)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:

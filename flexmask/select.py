@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask._torch import HAS_TRITON, computed_once, is_traced, keep_static
+from flexmask._torch import HAS_TRITON, computed_once, is_traced, keep_static, on_device
 from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import AttentionInputs, SparseInputs, without_autocast
 from flexmask.base.scores import widest_float
@@ -112,14 +111,8 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     return torch.stack([_written(device, part) for part in value])
 
 
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
-
-
 def _edges(inputs: SparseInputs, block_size: int) -> Edges:
-    with _on_device(inputs.query.device):
+    with on_device(inputs.query.device):
         return kernels.edges_of(inputs, block_size)
 
 
@@ -127,7 +120,7 @@ def run_kernels(prepared: Prepared, inputs: SparseInputs, with_map: bool, statis
     """Run a method by kernels."""
     size = prepared.method.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
-    with _on_device(inputs.query.device):
+    with on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
         return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), prepared.method, statistics)
 

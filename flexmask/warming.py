@@ -10,6 +10,7 @@ import torch
 
 from flexmask.attention import RECOMMENDED, sparse_attention
 from flexmask.base.checks import check_int, plain_number
+from flexmask.flex.flash_check import check_for_compiled_callers
 from flexmask.selector import selector_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block
@@ -42,8 +43,8 @@ def warmup(
       deterministic algorithms, TF32,
     * other sizes of groups of heads (`max_mask_bytes`), from about 190k tokens with 32 heads.
 
-    It also runs FLASH's check, which cannot run inside ``torch.compile`` or a CUDA graph's capture. Inductor and Triton keep
-    compiled code on disk. On CUDA the longest call has 47 thousand tokens in blocks of 128.
+    It also runs FLASH's checks, which cannot run inside ``torch.compile``, whose calls have their own, or a CUDA graph's capture.
+    Inductor and Triton keep compiled code on disk. On CUDA the longest call has 47 thousand tokens in blocks of 128.
 
     Parameters
     ----------
@@ -102,6 +103,7 @@ def warmup(
             value = torch.randn(batch, num_kv_heads, length, v_head_dim or head_dim, dtype=dtype, device=device)
             mask = torch.ones(batch, length, dtype=torch.bool, device=device) if padded else None
             sparse_attention(query, key, value, attention_mask=mask, **options)
+    check_for_compiled_callers(captures=chunked)
     if query.is_cuda:
         torch.cuda.synchronize(query.device)
     return time.perf_counter() - start

@@ -60,7 +60,7 @@ def layer(head_dim: int = 16) -> SparseLayer:
 
 def engines(rows: int, *given: Tensor) -> Any:
     query, key, value = (x[0] for x in given or inputs())
-    return attend(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",))
+    return attend(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",)).results()
 
 
 def engines_start() -> None:

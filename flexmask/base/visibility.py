@@ -6,6 +6,7 @@ Keys at positions ``>= offset + q_len`` are not valid. Leading sizes are batch, 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,16 @@ class BlockVisibility(NamedTuple):
 
 def num_blocks(length: int, block_size: int) -> int:
     return (length + block_size - 1) // block_size
+
+
+@functools.lru_cache(maxsize=128)
+def visible_blocks(q_len: int, kv_len: int, block_size: int, window: int | None = None) -> int:
+    """Number of visible pairs of blocks of a head without padding whose last row stands at the last key."""
+    pairs = 0
+    for first in range(kv_len - q_len, kv_len, block_size):
+        earliest = 0 if window is None else max(0, first + 1 - window)
+        pairs += (min(first + block_size, kv_len) - 1) // block_size - earliest // block_size + 1
+    return pairs
 
 
 def token_validity(

@@ -24,6 +24,7 @@ from flexmask._torch import (
 )
 from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
+from flexmask.flex.flash import needs_no_mask_mod
 from flexmask.flex.flash_check import NO_LSE_GRADIENT, FlashCall, Verdict, flash_verdict
 
 BACKENDS = ("auto", "triton", "flash")
@@ -34,10 +35,11 @@ _DENSE = "make the call dense by dense_below"
 
 
 class Backend(NamedTuple):
-    """``"cpu"``, ``"triton"`` or ``"flash"``, and the factor of its log-sum-exp (`Verdict`)."""
+    """``"cpu"``, ``"triton"`` or ``"flash"``, the factor of its log-sum-exp (`Verdict`), and whether it is called directly."""
 
     name: str
     lse_factor: float = 1.0
+    direct: bool = False  # by `flash_attention`, else through FlexAttention
 
 
 def has_flash_package() -> bool:
@@ -68,10 +70,12 @@ def chosen_backend(
     is_dense: bool = False,
     shared: bool = False,
     verdict: Callable[[FlashCall, torch.device], Verdict | None] = flash_verdict,
+    direct: bool = False,
 ) -> Backend:
     """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
 
-    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads.
+    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `direct`: the mask
+    hides no more inside of blocks than `inputs` before `with_offset`, and FLASH is called directly where that is right.
     """
     device = inputs.query.device
     if not is_dense:
@@ -91,10 +95,14 @@ def chosen_backend(
         _check_flash_by_name(call, device, capability, needs_lse)
     elif capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
         return Backend("triton")
-    outcome = verdict(call, device)
-    reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
-    if outcome is not None and not reason:
-        return Backend("flash", outcome.lse_factor)
+    kinds = [call]
+    if direct and needs_no_mask_mod(inputs, block_size):
+        kinds.insert(0, FlashCall.of(inputs, block_size, shared, direct=True))
+    for kind in kinds:
+        outcome = verdict(kind, device)
+        reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
+        if outcome is not None and not reason:
+            return Backend("flash", outcome.lse_factor, kind.direct)
     if backend == "auto":
         return Backend("triton")
     if reason:
@@ -102,8 +110,8 @@ def chosen_backend(
     if is_dense:
         return Backend("flash")
     raise ValueError(
-        'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: make '
-        "one before, or flexmask.warmup"
+        'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: call '
+        "flexmask.warmup before"
     )
 
 

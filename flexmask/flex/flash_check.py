@@ -1,4 +1,4 @@
-"""The numeric check of FlexAttention's FLASH kernel, and its verdicts: one per kind of call and device.
+"""The numeric check of the FLASH kernel, and its verdicts: one per kind of call and device.
 
 A problem of each kind, whose dropped blocks hold large scores, is solved in float64.
 """
@@ -19,9 +19,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, is_traced
 from flexmask.base.inputs import AttentionInputs, SparseInputs
 from flexmask.base.scores import capped
-from flexmask.base.selection import Selection, block_lists
+from flexmask.base.selection import BlockLists, Selection, block_lists
 from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.block_mask import block_mask
+from flexmask.flex.flash import flash_attention
 from flexmask.flex.run import run_flex_attention
 from flexmask.said import is_new
 
@@ -44,33 +45,36 @@ class FlashCall(NamedTuple):
     v_head_dim: int
     block_size: int = 128
     softcap: bool = False
-    captures: bool = False  # a window, or an offset of row 0
+    captures: bool = False  # a window, or an offset of row 0; called directly, a window
     padded: bool = False
     shared: bool = False  # one list of blocks for all heads
     gradients: bool = False
     per_key: int = 2  # query heads per key head: FLASH packs those that share a list into a tile
+    direct: bool = False  # by `flash_attention`, else through FlexAttention
 
     @staticmethod
-    def of(inputs: AttentionInputs, block_size: int, shared: bool) -> FlashCall:
+    def of(inputs: AttentionInputs, block_size: int, shared: bool, direct: bool = False) -> FlashCall:
         query, value = inputs.query, inputs.value
         assert value is not None
-        captures = inputs.window is not None or inputs.offset is not None
+        captures = inputs.window is not None or (inputs.offset is not None and not direct)
         # not an expression: torch.compile would keep it symbolic
-        if query.shape[2] != inputs.key.shape[2]:
+        if not direct and query.shape[2] != inputs.key.shape[2]:
             captures = True
         has_softcap, is_padded = inputs.softcap is not None, inputs.attention_mask is not None
         sizes = (query.shape[3], value.shape[3], block_size)
         per_key = query.shape[1] // inputs.key.shape[1]
-        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad, per_key)
+        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad, per_key, direct)
 
     def __str__(self) -> str:
         sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
         named = {
             "soft cap": self.softcap,
-            "window and offset": self.captures,
+            "window": self.captures and self.direct,
+            "window and offset": self.captures and not self.direct,
             "padding": self.padded,
             "one list for all heads": self.shared,
             "gradients": self.gradients,
+            "called directly": self.direct,
         }
         heads = f"{self.per_key} query head{'s' if self.per_key > 1 else ''} per key head"
         parts = [str(self.dtype).removeprefix("torch."), sizes, heads, f"blocks of {self.block_size}"]
@@ -87,7 +91,9 @@ def flash_problem(call: FlashCall, device: torch.device) -> tuple[SparseInputs, 
     """
     size, with_gradients = call.block_size, call.gradients
     kv_len = 8 * size + 44
-    offset, window = (3 * size + 20, 4 * size + 30) if call.captures else (0, None)
+    window = 4 * size + 30 if call.captures else None
+    # one kernel of direct calls serves every offset
+    offset = 3 * size + 20 if call.captures or call.direct else 0
     batch, q_len = 2 if call.padded else 1, kv_len - offset
     token = None
     if call.padded:
@@ -148,18 +154,25 @@ class Verdict(NamedTuple):
 
     reason: str = ""
     lse_reason: str = ""
-    lse_factor: float = 1.0  # the true log-sum-exp over the one that FlexAttention returns
+    lse_factor: float = 1.0  # the true log-sum-exp over the one that comes back
     seconds: float = 0.0
     error: float | None = None  # the largest of the output, and of the corrected log-sum-exp, where they are right
     lse_error: float | None = None
 
 
-def _flash(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _through_flex_attention(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     return run_flex_attention(inputs, mask, "flash", return_lse)
 
 
-def check_flash(call: FlashCall, device: torch.device, kernel: Kernel = _flash) -> Verdict:
+def _directly(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+    lists = BlockLists(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    return flash_attention(inputs, lists, mask.BLOCK_SIZE[0], return_lse)
+
+
+def check_flash(call: FlashCall, device: torch.device, kernel: Kernel | None = None) -> Verdict:
     """Compare the kernel, or what stands for it, with float64 attention to the mask's pairs; an error is a reason, too."""
+    kernel = kernel or (_directly if call.direct else _through_flex_attention)
     start = time.perf_counter()
     try:
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.gradients):
@@ -233,7 +246,7 @@ def flash_verdict(
     if is_traced():
         # numbers, where a compilation has symbols
         head_dims, per_key = (len(range(call.head_dim)), len(range(call.v_head_dim))), len(range(call.per_key))
-        written = _recall(device.type, device.index, call.dtype, *head_dims, *call[3:-1], per_key)
+        written = _recall(device.type, device.index, call.dtype, *head_dims, *call[3:-2], per_key)
         if not written:
             return None
         reason, lse_reason, factor = written.split("\n")
@@ -256,6 +269,13 @@ def flash_verdict(
         return _found[key]
 
 
+def check_for_compiled_callers(captures: bool) -> None:
+    """Check through FlexAttention, as compiled code calls it, the kinds that were checked for direct calls."""
+    for device_type, index, call in list(_found):
+        if call.direct and index is not None:
+            flash_verdict(call._replace(direct=False, captures=call.captures or captures), torch.device(device_type, index))
+
+
 def _outcome(device_type: str, index: int | None, *call: object) -> str:
     """A verdict as text, which is a constant to torch.compile; empty if there is none."""
     key = (device_type, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
@@ -274,6 +294,6 @@ def _say_missed(key: _Key) -> None:
     if is_new("not checked", key):
         _log.warning(
             "flexmask: FLASH was not checked before such calls (%s) were compiled or captured, where no check can run, and does "
-            "not serve them: make one before, or flexmask.warmup",
+            "not serve them: call flexmask.warmup before",
             key[2],
         )

@@ -8,14 +8,17 @@ import threading
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flexmask.attend import Attended
+from flexmask.base.visibility import visible_blocks
 from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCall
 from flexmask.integrations.record.summary import summary_of
-from flexmask.stats import SelectionStats
+from flexmask.integrations.serving.layers import SparseLayer
 
-IN_EVERY_STEP = ("density",)
-IN_SOME_STEPS = (*IN_EVERY_STEP, "coverage", "least_row_coverage")  # statistics of the first sparse step after each log
+IN_SOME_STEPS = ("density", "coverage", "least_row_coverage")  # statistics of the first sparse step after each log
+_MOST_COUNTS = 64  # tensors of kept blocks that wait to be summed
 
 
 class Counters:
@@ -26,8 +29,9 @@ class Counters:
         self.steps = 0
         self.sparse_tokens = 0
         self.dense_tokens = 0
-        self._density: Tensor | None = None
-        self._density_pairs = 0
+        self._kept_pairs: float | Tensor = 0.0  # of sparse calls; a number until lists are counted
+        self._pairs = 0
+        self._counts: dict[float, list[Tensor]] = {}  # to be added, by the pairs that a kept block stands for
         self._metric: Any = None
         self._logger: logging.Logger | None = None
         self._log_every = 0.0
@@ -39,8 +43,8 @@ class Counters:
     def reset(self) -> None:
         """Count from zero; the exported metric goes on."""
         with self._lock:
-            self.steps = self.sparse_tokens = self.dense_tokens = self._density_pairs = 0
-            self._density = None
+            self.steps = self.sparse_tokens = self.dense_tokens = self._pairs = 0
+            self._kept_pairs, self._counts = 0.0, {}
 
     def add_step(self, sparse: int, dense: int) -> None:
         """Count a step's prefill tokens; call it once per step."""
@@ -59,22 +63,36 @@ class Counters:
     @property
     def statistics(self) -> tuple[str, ...]:
         """Of the calls of this step."""
-        return IN_SOME_STEPS if self._looks else IN_EVERY_STEP
+        return IN_SOME_STEPS if self._looks else ()
 
-    def add_call(self, layer: int, stats: SelectionStats, rows: int, tokens: int, heads: bool = True) -> None:
+    def add_call(self, layer: SparseLayer, attended: Attended, rows: int, tokens: int, heads: bool = True) -> None:
         """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting; `heads`: those low are named."""
-        pairs = CallSize(1, rows, tokens).pairs
+        pairs, counts = CallSize(1, rows, tokens).pairs, attended.counts
         with self._lock:
-            weighted = stats.density.mean().double() * pairs
-            self._density = weighted if self._density is None else self._density + weighted
-            self._density_pairs += pairs
-            if heads and self._looks:
-                self._heads.setdefault(layer, LayerTotals()).add([RecordedCall(stats, None, 0, CallSize())])
+            self._pairs += pairs
+            if counts:
+                visible = visible_blocks(rows, tokens, layer.selector.block_size, layer.window)
+                lists = sum(of_group.shape[1] for of_group in counts) // 2
+                self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
+            else:
+                self._kept_pairs = self._kept_pairs + pairs
+            if sum(map(len, self._counts.values())) >= _MOST_COUNTS:
+                self._add_counts()
+            if heads and self._looks and attended.stats is not None:
+                self._heads.setdefault(layer.number, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
+
+    def _add_counts(self) -> None:
+        # together: a launch per layer would take longer than the sum
+        for pairs, counts in self._counts.items():
+            self._kept_pairs = self._kept_pairs + torch.cat([each.flatten() for each in counts]).sum().double() * pairs
+        self._counts = {}
 
     @property
     def density(self) -> float | None:
         """Kept share over all sparse calls. Waits for the device."""
-        return None if self._density is None else self._density.item() / self._density_pairs
+        with self._lock:
+            self._add_counts()
+            return float(self._kept_pairs) / self._pairs if self._pairs else None
 
     def report(self) -> str:
         density = self.density

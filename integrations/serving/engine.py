@@ -87,8 +87,9 @@ class Engine:
         sinks: Tensor | None = None, is_counted: bool = True,
     ) -> Tensor:  # fmt: skip
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
-        statistics = self.counters.statistics if self.options.count_density else ()
-        out, stats = attend(role.with_gamma(request.gamma), query, key, value, sinks, statistics, request.plans)
-        if stats is not None and is_counted:
-            self.counters.add_call(role.number, stats, query.shape[0], key.shape[1], heads=request.gamma is None)
-        return out
+        counts, layer = self.options.count_density, role.with_gamma(request.gamma)
+        statistics = self.counters.statistics if counts else ()
+        attended = attend(layer, query, key, value, sinks, statistics, request.plans, counts)
+        if counts and is_counted:
+            self.counters.add_call(role, attended, query.shape[0], key.shape[1], heads=request.gamma is None)
+        return attended.out

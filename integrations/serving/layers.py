@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexmask.attend import Attended
 from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import by_head_dim
 from flexmask.plans import Plan, plan_call
 from flexmask.selector import Method
 from flexmask.settings import PrefillSettings, with_heads
-from flexmask.stats import SelectionStats
 
 _CHUNK = (400, 1000)  # rows and tokens of a chunk that every method must serve
 
@@ -59,7 +60,7 @@ class SparseLayer(LayerShape):
         shape = (getattr(self, field.name) for field in fields(LayerShape))
         return (*shape, method.name, method.block_size, fixed)
 
-    @property
+    @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind share plans."""
         shape = (getattr(self, field.name) for field in fields(LayerShape))
@@ -93,12 +94,12 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
 
 def attend(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = (),
-    plans: dict[Any, Plan] | None = None,
-) -> tuple[Tensor, SelectionStats | None]:  # fmt: skip
-    """Causal attention of a chunk whose last row stands at the last key, at any length, and the statistics of these names.
+    plans: dict[Any, Plan] | None = None, with_counts: bool = False,
+) -> Attended:  # fmt: skip
+    """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
-    (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer. Returns (rows, num_heads,
+    (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer. The output is (rows, num_heads,
     v_head_dim).
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
@@ -114,8 +115,8 @@ def attend(
             plans[kind] = plan.without_tensors()
     else:
         inputs = plan.fitting(*tensors, sinks)
-    attended = plan.attend(inputs, statistics)
-    return attended.out[0].transpose(0, 1), attended.stats
+    attended = plan.attend(inputs, statistics, with_counts=with_counts)
+    return attended._replace(out=attended.out[0].transpose(0, 1))
 
 
 def after_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
-from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS
+from flexmask.integrations.serving.counters import IN_SOME_STEPS
 from flexmask.integrations.serving.layers import SparseLayer, attend
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.warming import LENGTHS, MANY_BLOCKS
@@ -57,7 +57,7 @@ def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, 
     start = time.perf_counter()
     for layer in _variants(layers):
         for size in warm_sizes(layer, largest, device):
-            for statistics in (IN_EVERY_STEP, IN_SOME_STEPS) if count_density else ((),):
+            for statistics in ((), IN_SOME_STEPS) if count_density else ((),):
                 call_of_size(layer, size, device, dtype, statistics)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -94,7 +94,7 @@ def call_of_size(
         for width in (layer.head_dim, layer.v_head_dim)
     )
     sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
-    return attend(layer, query, key, value, sinks, statistics)[0]
+    return attend(layer, query, key, value, sinks, statistics).out
 
 
 def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex import backend
+from flexmask.flex import backend, flash
 from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, Verdict
 
@@ -27,6 +27,7 @@ def chosen(monkeypatch):
             monkeypatch.setattr(module, attribute, value)
         choose.asked = []
         call = {name: given.pop(name, default) for name, default in CALL.items()}
+        direct = given.pop("direct", False)
         with FakeTensorMode():
             lengths_and_dims = ((256, head_dim), (kv_len, head_dim), (kv_len, v_head_dim or head_dim))
             tensors = [torch.empty(1, 2, *sizes, dtype=dtype, device="cuda") for sizes in lengths_and_dims]
@@ -35,7 +36,10 @@ def chosen(monkeypatch):
             if given.pop("padded", False):
                 given["attention_mask"] = torch.empty(1, kv_len, dtype=torch.bool, device="cuda")
         inputs = AttentionInputs(*tensors, 1.0, **given)
-        return chosen_backend(name, inputs, *call.values(), lambda call, device: choose.asked.append(call) or verdict)
+        verdicts = verdict if callable(verdict) else lambda call: verdict
+        return chosen_backend(
+            name, inputs, *call.values(), lambda kind, device: choose.asked.append(kind) or verdicts(kind), direct
+        )
 
     return choose
 
@@ -67,6 +71,41 @@ def test_a_call_is_served_as_the_check_of_its_kind_says(chosen, given, kind):
     assert chosen.asked == [kind] and chosen("auto", **given, verdict=WRONG) == Backend("triton")
     with pytest.raises(ValueError, match=f'^backend="flash" cannot run here: {re.escape(WRONG.reason)}$'):
         chosen("flash", **given, verdict=WRONG)
+
+
+@pytest.fixture
+def in_eager(monkeypatch):
+    """The tensors of `chosen` count as plain ones."""
+    monkeypatch.setattr(flash, "in_dispatch_mode", lambda: False)
+
+
+DIRECT = {"plain": {}, "window": {"window": 100}, "chunk": {"kv_len": 300}, "both": {"window": 100, "kv_len": 300}}
+
+
+@pytest.mark.usefixtures("in_eager")
+@pytest.mark.parametrize("given", DIRECT.values(), ids=DIRECT)
+def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
+    directly, through = PLAIN._replace(captures="window" in given, direct=True), PLAIN._replace(captures=bool(given))
+    right = Backend("flash", RIGHT.lse_factor)
+    for name in ("auto", "flash"):
+        assert chosen(name, **given, direct=True) == right._replace(direct=True)
+        assert chosen.asked == [directly]
+        for wrong in (WRONG, None):
+            assert chosen(name, **given, direct=True, verdict={directly: wrong, through: RIGHT}.get) == right
+            assert chosen.asked == [directly, through]
+        # a mask_mod of its own
+        assert chosen(name, **given) == right and chosen.asked == [through]
+    assert chosen("auto", **given, direct=True, verdict=WRONG) == Backend("triton")
+    no_lse = {directly: NO_LSE, through: RIGHT}.get
+    assert chosen("auto", **given, direct=True, verdict=no_lse).direct
+    assert chosen("auto", **given, direct=True, verdict=no_lse, return_lse=True) == right
+
+
+@pytest.mark.usefixtures("in_eager")
+@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"padded": True}, {"head_dim": 256, "v_head_dim": 256}])
+def test_others_go_through_flex_attention(chosen, given):
+    assert chosen("flash", **given, direct=True) == Backend("flash", RIGHT.lse_factor)
+    assert [kind.direct for kind in chosen.asked] == [False]
 
 
 @pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])

@@ -150,6 +150,9 @@ def packs_pairs(inputs, mask, return_lse):
 
 def test_a_kind_of_call_reads_in_a_message():
     assert str(FlashCall(torch.bfloat16, 128, 128)) == "bfloat16, head_dim 128, 2 query heads per key head, blocks of 128"
+    assert str(FlashCall(torch.bfloat16, 64, 64, captures=True, per_key=7, direct=True)) == (
+        "bfloat16, head_dim 64, 7 query heads per key head, blocks of 128, window, called directly"
+    )
     everything = FlashCall(torch.float16, 192, 128, 64, True, True, True, True, True, 1)
     assert str(everything) == (
         "float16, head_dim 192/128, 1 query head per key head, blocks of 64, soft cap, "
@@ -198,7 +201,7 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
         assert flash_verdict(call, CPU, refuses) is flash_verdict(call, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
         f"flexmask: FLASH was not checked before such calls ({call}) were compiled or captured, where no check can run, and does "
-        "not serve them: make one before, or flexmask.warmup"
+        "not serve them: call flexmask.warmup before"
     ]
     assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
     with state():

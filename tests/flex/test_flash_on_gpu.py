@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from flexmask import sparse_attention, sparse_attention_varlen
+from flexmask import attend, sparse_attention, sparse_attention_varlen
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import BlockLists, Selection, block_lists
+from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.backend import auto_checks, flash_available
-from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, flash_verdict
+from flexmask.flex.block_mask import block_mask
+from flexmask.flex.flash import flash_attention
+from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, exact_attention, flash_verdict, normal_numbers
+from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import SINKS, call, padding
 from tests.comparisons import assert_same_attention
 from tests.expected import masked_attention
@@ -29,6 +35,9 @@ def device():
 SERVED = {
     "plain": {}, "windows and chunks": {"captures": True}, "padding": {"padded": True}, "soft caps": {"softcap": True},
     "one mask for all heads": {"shared": True}, "float16": {"dtype": torch.float16}, "latent attention": {"head_dim": 192},
+    "direct": {"direct": True}, "direct, window": {"direct": True, "captures": True},
+    "direct, latent attention": {"direct": True, "head_dim": 192, "per_key": 1},
+    "direct, one mask of seven heads, float16": {"direct": True, "shared": True, "per_key": 7, "dtype": torch.float16},
 }  # fmt: skip
 
 
@@ -39,6 +48,70 @@ def test_the_check_finds_flash_right(device, changes):
     assert found is not None and auto_checks(kind)
     assert (found.reason, found.lse_reason) == ("", "")
     assert found.lse_factor in LSE_FACTORS
+
+
+LENGTHS = [(129, 129), (1000, 1000), (4200, 4200), (129, 1300), (700, 4300), (1, 500)]
+HEADS = [(1, 128), (2, 64), (6, 128), (7, 64)]  # query heads per key head, head_dim
+
+
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "one list"])
+@pytest.mark.parametrize(("per_key", "head_dim"), HEADS)
+def test_a_direct_call_is_attention_to_the_listed_blocks(cuda, per_key, head_dim, shared, window):
+    for q_len, kv_len in LENGTHS:
+        sizes = ((2 * per_key, q_len), (2, kv_len), (2, kv_len))
+        query, key, value = (
+            normal_numbers((1, heads, n, head_dim), seed, torch.bfloat16, cuda) for seed, (heads, n) in enumerate(sizes)
+        )
+        plain = AttentionInputs(3 * query, key, value, head_dim**-0.5, window=window)
+        inputs = plain.with_offset()
+        tokens = inputs.tokens()
+        seen = block_visibility(tokens, 128, window)
+        shape = (1, 1 if shared else 2 * per_key, *seen.visible.shape[1:])
+        keep = (torch.rand(shape, generator=torch.Generator().manual_seed(q_len)) < 0.5).to(cuda) & seen.visible[:, None]
+        lists = block_lists(keep, seen.full)
+        visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
+        pairs = keep.repeat_interleave(128, 2)[:, :, :q_len].repeat_interleave(128, 3)[..., :kv_len] & visible
+        expected, wanted = exact_attention(inputs, pairs)
+
+        def behind_the_count(counts, indices):
+            entry = torch.arange(indices.shape[-1], device=cuda)
+            return torch.where(entry < counts[..., None], indices, 2**30)
+
+        indices = (behind_the_count(*lists[at : at + 2]) for at in (0, 2))
+        poisoned = BlockLists(lists[0], next(indices), lists[2], next(indices))
+        out, lse = flash_attention(plain, poisoned, 128, return_lse=True)
+        assert lse is not None
+        torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse.double(), wanted, atol=1e-3, rtol=0)
+        doubled = flash_attention(plain, lists, 128, return_lse=True, lse_factor=2.0)
+        torch.testing.assert_close(doubled, (out, 2 * lse), atol=0, rtol=0)
+        # another kernel, without a log-sum-exp
+        torch.testing.assert_close(flash_attention(plain, lists, 128)[0], out, atol=1e-2, rtol=1e-2)
+        if (q_len, kv_len) == (700, 4300):
+            through = run_flex_attention(inputs, block_mask(inputs, Selection(lists, None, {}, 128)), "flash")[0]
+            torch.testing.assert_close(out, through, atol=2e-2, rtol=2e-2)
+            with pytest.raises(AssertionError, match="not close"):
+                torch.testing.assert_close(out.double(), exact_attention(inputs, visible)[0], atol=2e-2, rtol=2e-2)
+
+
+def test_eager_calls_are_direct_and_others_go_through_flex_attention(cuda, monkeypatch):
+    direct = []
+    monkeypatch.setattr(attend, "flash_attention", lambda *given: direct.append(True) or flash_attention(*given))
+    plain = {"head_dims": (128, 128), "q_len": 900, "kv_len": 2400, "block_size": 128, "dtype": torch.bfloat16, "gamma": 0.3}
+    one_map = {"method": "streaming_llm", "sink_blocks": 1, "window_blocks": 3}
+    calls = {"chunk": {}, "window": {"scores": {"window": 800}}, "whole": {"q_len": 2400}, "one map": one_map}
+    for name, given in calls.items():
+        it = call(**{**plain, **given})
+        direct.clear()
+        out = it.attend(cuda)
+        assert direct, name
+        assert_same_attention(out, it.under(it.to(cuda).search().keep)[0])
+    others = {"offset": {"q_offset": 700}, "soft cap": {"scores": {"softcap": 5.0}}}
+    for name, given in others.items():
+        direct.clear()
+        call(**{**plain, **given}).attend(cuda)
+        assert not direct, name
 
 
 # what some builds refuse, in their own words; flash-attn-4 4.0.0b36 takes 64 keys of wide heads at a time, 4.0.0b9 takes 80.

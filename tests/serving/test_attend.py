@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters as dynamo_counters
 
 from flexmask import sparse_attention
 from flexmask.integrations.serving import layers as layers_module
-from flexmask.integrations.serving.counters import IN_SOME_STEPS
+from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, after_cached, attend, role_of_shape
 from flexmask.integrations.serving.startup import (
     bytes_of,
@@ -47,17 +47,17 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
     layer = layer_of(**OPTIONS)
     with torch.inference_mode():
         assert warm_up([layer, layer], (600, 2000), CPU, torch.float32, True) > 0
-        compiled = counters["stats"]["unique_graphs"]
+        compiled = dynamo_counters["stats"]["unique_graphs"]
         for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             given = chunk(rows)
-            out, ours = attend(layer, *given, statistics=IN_SOME_STEPS)
+            ours = attend(layer, *given, statistics=IN_SOME_STEPS)
             expected, stats = by_the_core(*given, dense_below=0, **OPTIONS)
-            torch.testing.assert_close(out.transpose(0, 1), expected[0])
+            torch.testing.assert_close(ours.out.transpose(0, 1), expected[0])
             for name in IN_SOME_STEPS:
-                torch.testing.assert_close(getattr(ours, name), getattr(stats, name))
-            assert ours.density.mean() < 0.9
-            assert attend(layer, *given)[1] is None
-    assert counters["stats"]["unique_graphs"] == compiled
+                torch.testing.assert_close(getattr(ours.stats, name), getattr(stats, name))
+            assert ours.stats.density.mean() < 0.9
+            assert attend(layer, *given).stats is None
+    assert dynamo_counters["stats"]["unique_graphs"] == compiled
 
 
 @pytest.mark.attention
@@ -69,8 +69,8 @@ def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
     monkeypatch.setattr(layers_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))
     for layer in [*layers, *(layer.with_gamma(0.5) for layer in layers)]:
         given = chunk(150)
-        shared = attend(layer, *given, statistics=("density",), plans=plans)[1]
-        assert torch.equal(shared.density, attend(layer, *given, statistics=("density",))[1].density)
+        shared = attend(layer, *given, statistics=("density",), plans=plans).stats
+        assert torch.equal(shared.density, attend(layer, *given, statistics=("density",)).stats.density)
     assert len(plans) == 2
     assert len(made) == 2 + 6  # those shared, and one for each call without
 
@@ -85,10 +85,11 @@ def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
     layer = layer_of(replace(SHAPE, window=300), **run)
     for rows in (150, 420):
         given = chunk(rows)
-        ours = attend(layer, *given, statistics=("density",))[1]
+        ours, counters = attend(layer, *given, statistics=("density",), with_counts=True), Counters()
         _, stats = by_the_core(*given, window=300, **run)
-        torch.testing.assert_close(ours.density, stats.density)
-        assert ours.density.mean() < 1
+        torch.testing.assert_close(ours.stats.density, stats.density)
+        counters.add_call(layer, ours, rows, 420)
+        assert counters.density == pytest.approx(float(stats.density.mean())) and counters.density < 1
 
 
 def test_sizes_of_the_warm_up():
@@ -127,11 +128,11 @@ def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
         warm_up([layer], largest, CPU, torch.float32, True)
         for size in grouped_sizes(layer, largest, CPU):
             call_of_size(layer, size, CPU, torch.float32, ("density",))
-        compiled = counters["stats"]["unique_graphs"]
+        compiled = dynamo_counters["stats"]["unique_graphs"]
         for size in ((1024, 1024), (800, 1024), (900, 900)):
             assert heads_together(layer, size, CPU) < 4
             call_of_size(layer, size, CPU, torch.float32, ("density",))
-    assert counters["stats"]["unique_graphs"] == compiled
+    assert dynamo_counters["stats"]["unique_graphs"] == compiled
 
 
 @pytest.mark.gpu

@@ -7,17 +7,39 @@ import math
 import pytest
 import torch
 
-from flexmask.integrations.serving.counters import IN_EVERY_STEP, IN_SOME_STEPS, Counters
+from flexmask.attend import Attended
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.visibility import block_visibility, visible_blocks
+from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
+from flexmask.integrations.serving.layers import LayerShape, role_of_shape
+from flexmask.settings import PrefillSettings
 from flexmask.stats import dense_stats
 
+SHAPE = LayerShape(num_heads=2, num_kv_heads=1, head_dim=32, v_head_dim=32, scale=0.2)
+LAYERS = [role_of_shape(SHAPE, number, PrefillSettings(block_size=48)) for number in range(5)]
 
-def stats(density, **held):
-    """Of a sparse call with one head per number; what is not in `held` was not computed."""
-    heads = torch.tensor([density]) if isinstance(density, list) else torch.tensor([[density]])
-    unknown = torch.full_like(heads, math.nan)
+
+def sparse(*kept):
+    """A call with one query block and one head per pair of numbers, of partial and of full blocks."""
+    counts = torch.tensor(kept, dtype=torch.int32).T[:, None, :, None]
+    return Attended(torch.empty(()), counts=tuple(counts))
+
+
+def looked_at(**held):
+    """The same of two heads, with statistics; what is not in `held` was not computed."""
+    heads = torch.tensor([[0.3, 0.3]])
+    unknown, none = torch.full_like(heads, math.nan), torch.zeros_like(heads, dtype=torch.bool)
     found = {"coverage": unknown, "least_row_coverage": unknown, **{name: torch.tensor([each]) for name, each in held.items()}}
-    none = torch.zeros_like(heads, dtype=torch.bool)
-    return dataclasses.replace(dense_stats(heads[..., None, None]), density=heads, dense_heads=none, dense=False, **found)
+    stats = dataclasses.replace(dense_stats(heads[..., None, None]), density=heads, dense_heads=none, dense=False, **found)
+    return sparse((0, 1), (0, 1))._replace(stats=stats)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40, 1000])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 1), (16, 16), (63, 63), (1, 100), (50, 131), (32, 128)])
+def test_visible_blocks_are_those_of_the_map(q_len, kv_len, window):
+    query, key = (torch.empty(1, 1, length, 1) for length in (q_len, kv_len))
+    tokens = AttentionInputs(query, key, None, 1.0, window=window).with_offset().tokens()
+    assert visible_blocks(q_len, kv_len, 16, window) == int(block_visibility(tokens, 16, window).visible.sum())
 
 
 def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
@@ -26,11 +48,23 @@ def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
     assert "mean density none" in counters.report()
     counters.add_step(100, 40)
     counters.add_step(0, 2)
-    # 100 rows see 5,050 keys in all, the 100 after them 15,050
-    counters.add_call(0, stats([0.4, 0.6]), 100, 100)
-    counters.add_call(0, stats([0.1, 0.3]), 100, 200)
-    assert counters.density == pytest.approx((0.5 * 5050 + 0.2 * 15050) / 20100)
-    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 27.5%"
+    # 100 rows see 5,050 keys in 6 blocks, the 100 after them 15,050 in 14, and 50 that run dense 1,275
+    counters.add_call(LAYERS[0], sparse((1, 0), (0, 2)), 100, 100)
+    counters.add_call(LAYERS[0], sparse((1, 2), (2, 2)), 100, 200)
+    counters.add_call(LAYERS[0], Attended(torch.empty(())), 50, 50)
+    expected = (3 / 12 * 5050 + 7 / 28 * 15050 + 1275) / 21375
+    assert counters.density == counters.density == pytest.approx(expected)
+    assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 29.5%"
+    counters.reset()
+    assert counters.density is None
+
+
+def test_counts_of_layers_are_added_together_and_do_not_pile_up():
+    counters, waiting = Counters(), []
+    for rows in [100] * 100 + list(range(50, 200)):
+        counters.add_call(LAYERS[0], sparse((1, 0), (0, 2)), rows, rows)
+        waiting.append(sum(map(len, counters._counts.values())))
+    assert max(waiting) < 64 and waiting[:31] == list(range(2, 64, 2)) and waiting[31] == 0
 
 
 @pytest.mark.parametrize(("seconds", "lines"), [(0.0, 2), (60.0, 0)])
@@ -54,10 +88,10 @@ def test_heads_that_keep_little_are_named_once_for_all_layers(caplog):
     counters = Counters()
     counters.log_to(logging.getLogger("serving"), 60.0)
     counters.add_step(70, 0)
-    counters.add_call(2, stats([0.3, 0.3], coverage=[0.1, 0.9], least_row_coverage=[0.26, 0.11]), 70, 70)
-    counters.add_call(3, stats([0.3, 0.3], coverage=[0.2, 0.9]), 70, 70)
+    counters.add_call(LAYERS[2], looked_at(coverage=[0.1, 0.9], least_row_coverage=[0.26, 0.11]), 70, 70)
+    counters.add_call(LAYERS[3], looked_at(coverage=[0.2, 0.9]), 70, 70)
     # a request that chose its gamma
-    counters.add_call(4, stats(0.3, coverage=[0.0]), 70, 70, heads=False)
+    counters.add_call(LAYERS[4], looked_at(coverage=[0.0, 0.0]), 70, 70, heads=False)
     for _ in range(2):
         counters.log()
     assert caplog.messages == [
@@ -75,6 +109,6 @@ def test_heads_are_looked_at_in_the_first_sparse_step_after_a_log():
             counters.log()
     assert [names == IN_SOME_STEPS for sparse, names in told if sparse] == [True, False, False, True, False]
     # a look that is over is not added to
-    assert counters.statistics == IN_EVERY_STEP
-    counters.add_call(0, stats(0.3, coverage=[0.0]), 70, 70)
+    assert counters.statistics == ()
+    counters.add_call(LAYERS[0], looked_at(coverage=[0.0, 0.0]), 70, 70)
     assert counters.low_heads() is None

@@ -1,0 +1,58 @@
+"""FLASH called without FlexAttention: flash-attn-4's forward kernel over block lists, under its own causal mask or window.
+
+It serves calls whose last row stands at the last key, as in the kernel's own masks. FlexAttention would make a CuTe function of
+their mask_mod in every call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flexmask._torch import in_dispatch_mode, is_traced, on_device
+from flexmask.base.inputs import AttentionInputs, flash_key_tile
+from flexmask.base.selection import BlockLists
+from flexmask.flex.run import with_sinks
+
+
+def needs_no_mask_mod(inputs: AttentionInputs, block_size: int) -> bool:
+    """True for an eager call in the kernel's blocks whose inputs, before `with_offset`, hide what the kernel's own masks hide."""
+    value = inputs.value
+    if value is None or inputs.needs_grad or is_traced() or in_dispatch_mode():
+        return False
+    is_plain = inputs.attention_mask is None and inputs.offset is None and inputs.softcap is None
+    return is_plain and block_size == flash_key_tile(inputs.query.shape[3], value.shape[3])
+
+
+def flash_attention(
+    inputs: AttentionInputs, lists: BlockLists, block_size: int, return_lse: bool = False, lse_factor: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    """Attention to the listed blocks, and its log-sum-exp times `lse_factor`; the last row stands at the last key."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    assert inputs.value is not None
+    with on_device(inputs.query.device):
+        out, lse, *_ = _flash_attn_fwd(
+            *(_in_rows_of_16_bytes(x).transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)),
+            softmax_scale=inputs.scale,
+            causal=True,
+            # a window beyond the first key could leave int32
+            window_size_left=None if inputs.window is None else inputs.max_distance - 1,
+            block_sparse_tensors=BlockSparseTensorsTorch(*lists, block_size=(block_size, block_size)),
+            return_lse=return_lse or inputs.sinks is not None,
+        )
+    out = out.transpose(1, 2)
+    if lse is not None and lse_factor != 1.0:
+        lse = lse * lse_factor
+    if inputs.sinks is not None:
+        out = with_sinks(out, lse, inputs.sinks)
+    return out, lse if return_lse else None
+
+
+def _in_rows_of_16_bytes(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if the kernel cannot read its rows; 4.0.0b9 tells neither those nor expanded ones from others."""
+    *strides, last = tensor.stride()
+    width = 16 // tensor.element_size()
+    is_readable = last == 1 and all(stride > 0 and stride % width == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
+    return tensor if is_readable else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,213 @@
+"""FLASH called directly, with a stand-in for flash-attn-4 that follows its interface, in float64 on a CPU."""
+
+import math
+import sys
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flexmask import plan, plans, sparse_attention, warmup
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import listed_blocks
+from flexmask.flex import flash_check
+from flexmask.flex.backend import Backend
+from flexmask.flex.flash import flash_attention, needs_no_mask_mod
+from flexmask.flex.flash_check import FlashCall, Verdict, check_flash
+from tests.attention_calls import SINKS, call
+from tests.comparisons import assert_same_attention
+from tests.expected import masked_attention, seen_pairs
+
+CPU = torch.device("cpu")
+
+
+class Lists(NamedTuple):
+    mask_block_cnt: Any
+    mask_block_idx: Any
+    full_block_cnt: Any
+    full_block_idx: Any
+    block_size: tuple[int, int]
+
+
+def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_tensors, return_lse, fault=""):
+    """flash-attn-4's forward, of (batch, tokens, heads, head_dim); `fault`: what it does wrong."""
+    assert causal and all(x.stride(-1) == 1 for x in (q, k, v))
+    rows, columns = block_sparse_tensors.block_size
+    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+    q_len, kv_len = q.shape[1], k.shape[1]
+    window = None if window_size_left is None or fault == "window" else window_size_left + 1
+    offset = torch.full((1,), 0 if fault == "offset" else kv_len - q_len)
+    seen = seen_pairs(q_len, offset, torch.ones(1, kv_len, dtype=torch.bool), window)[:, None]
+    counts = [torch.zeros_like(x) if fault == name else x for name, x in zip(Lists._fields, block_sparse_tensors, strict=True)]
+    if fault != "lists":
+        lists = (listed_blocks(*counts[at : at + 2], -(-kv_len // columns)) for at in (0, 2))
+        blocks = next(lists) | next(lists)
+        seen = seen & blocks.repeat_interleave(rows, 2)[:, :, :q_len].repeat_interleave(columns, 3)[..., :kv_len]
+    out, lse = masked_attention(query, key, value, seen, softmax_scale)
+    sees = seen.any(-1, keepdim=True)
+    out, lse = torch.where(sees, out, 0.0), torch.where(sees[..., 0], lse, -math.inf)
+    out = out.to(q.dtype).transpose(1, 2).contiguous()
+    return out, lse.float() * (0.9 if fault == "log-sum-exp" else 1) if return_lse else None, "of later releases"
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The stand-in, which `package` itself may replace; `calls` are its keywords."""
+    modules = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
+    block_sparsity, interface = (ModuleType(f"flash_attn.cute.{name}") for name in ("block_sparsity", "interface"))
+    block_sparsity.BlockSparseTensorsTorch = Lists
+    interface._flash_attn_fwd = Mock(side_effect=forward)
+    for name, module in {**modules, block_sparsity.__name__: block_sparsity, interface.__name__: interface}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return interface._flash_attn_fwd
+
+
+# blocks of 16, so that attention in float64 is fast
+PLAIN = FlashCall(torch.bfloat16, 32, 32, block_size=16, direct=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "window": {"captures": True}, "one list": {"shared": True, "per_key": 7}, "unequal": {"head_dim": 48},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_the_check_finds_a_direct_call_right_or_wrong(package, changes):
+    kind = PLAIN._replace(**changes)
+    found = check_flash(kind, CPU)
+    assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", 1.0)
+    assert package.call_args.kwargs["window_size_left"] == (93 if "captures" in changes else None)
+    for fault in ("offset", "lists", "mask_block_cnt", "full_block_cnt", *(["window"] if "captures" in changes else [])):
+        package.side_effect = partial(forward, fault=fault)
+        assert "outputs off by" in check_flash(kind, CPU).reason, fault
+    package.side_effect = partial(forward, fault="log-sum-exp")
+    assert "log-sum-exp off by" in check_flash(kind, CPU).lse_reason
+    package.side_effect = ValueError("tile_n=96")
+    assert check_flash(kind, CPU).reason == "its check here raised ValueError: tile_n=96"
+
+
+@pytest.fixture
+def directly(package, monkeypatch):
+    """All calls go directly to the stand-in."""
+    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: Backend("flash", direct=True))
+    return package
+
+
+CALLS: dict[str, tuple[dict[str, Any], Any]] = {
+    "whole": ({"q_len": 129}, None),
+    "chunk": ({"q_len": 150, "kv_len": 333}, None),
+    "window, sinks": ({"q_len": 150, "kv_len": 333, "scores": {"window": 70}}, SINKS),
+    "a window beyond int32": ({"q_len": 100, "kv_len": 133, "scores": {"window": 2**40, "scale": 0.3}}, None),
+    "one list": ({"q_len": 300, "method": "streaming_llm", "sink_blocks": 1, "window_blocks": 2}, None),
+    "two prompts, wider values": ({"batch": 2, "head_dims": (32, 80)}, SINKS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "sinks"), CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("groups", [False, True])
+def test_output_and_log_sum_exp_are_those_of_kept_scores(directly, given, sinks, groups):
+    it = call(**given)
+    memory = {"max_mask_bytes": 1} if groups else {}
+    out, lse = it.attend(sinks=sinks, return_lse=True, **memory)
+    keep = it.search().keep
+    assert not keep.all()
+    assert_same_attention(out, it.under(keep, sinks)[0])
+    torch.testing.assert_close(lse.double(), it.under(keep)[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(it.attend(sinks=sinks, **memory), out, atol=0, rtol=0)
+    assert directly.called
+
+
+def test_a_log_sum_exp_is_asked_for_where_it_is_needed_and_corrected(package):
+    it = call(64)
+    selection, inputs = it.search(), AttentionInputs(it.query, it.key, it.value, 0.2)
+    assert flash_attention(inputs, selection.lists, 16)[1] is None
+    assert package.call_args.kwargs["return_lse"] is False
+    lses = [flash_attention(inputs, selection.lists, 16, True, factor)[1] for factor in (1.0, 2.0)]
+    assert torch.equal(lses[0] * 2, lses[1])
+    assert flash_attention(inputs.with_fields(sinks=SINKS), selection.lists, 16)[1] is None
+    assert package.call_args.kwargs["return_lse"] is True
+
+
+def test_only_what_the_kernel_cannot_read_is_copied(package):
+    it = call(64, dtype=torch.bfloat16)
+    lists, given = it.search().lists, (it.query, it.key, it.value)
+
+    def read(*tensors):
+        out = flash_attention(AttentionInputs(*tensors, 0.2), lists, 16)[0]
+        assert torch.equal(out, expected)
+        return [x.data_ptr() == y.data_ptr() for x, y in zip(package.call_args.args, tensors, strict=True)]
+
+    expected = flash_attention(AttentionInputs(*given, 0.2), lists, 16)[0]
+    assert read(*given) == read(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given)) == [True] * 3
+    shifted = [torch.cat([x[..., :1], x, x[..., :7]], -1)[..., 1:33] for x in given]
+    odd_rows = [torch.nn.functional.pad(x, (0, 3))[..., :32] for x in given]
+    by_dimension = [x.mT.contiguous().mT for x in given]
+    for tensors in (shifted, odd_rows, by_dimension):
+        assert read(*tensors) == [False] * 3
+    keys = it.key[:, :1].expand(-1, 2, -1, -1)
+    expected = flash_attention(AttentionInputs(it.query, keys.contiguous(), it.value, 0.2), lists, 16)[0]
+    assert read(it.query, keys, it.value) == [True, False, True]
+
+
+def inputs_of(head_dim=128, v_head_dim=None, **fields):
+    query, key = (torch.empty(1, 1, n, head_dim) for n in (4, 9))
+    return AttentionInputs(query, key, torch.empty(1, 1, 9, v_head_dim or head_dim), 1.0, **fields)
+
+
+def test_which_calls_need_no_mask_mod():
+    for given in ({}, {"window": 3}, {"sinks": SINKS}, {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 64}):
+        assert needs_no_mask_mod(inputs_of(**given), 128)
+    tensors = {"attention_mask": torch.ones(1, 9).bool(), "offset": torch.zeros(1).int()}
+    others = {**tensors, "softcap": 3.0, "needs_grad": True, "head_dim": 256}
+    for name, value in others.items():
+        assert not needs_no_mask_mod(inputs_of(**{name: value}), 128), name
+    assert not needs_no_mask_mod(inputs_of()._replace(value=None), 128)
+    assert not any(needs_no_mask_mod(inputs_of(), size) for size in (64, 256))
+    with FakeTensorMode():
+        assert not needs_no_mask_mod(inputs_of(), 128)
+
+
+OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
+
+
+def test_a_users_mask_goes_through_flex_attention(monkeypatch):
+    asked = []
+    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: asked.append(named["direct"]) or Backend("cpu"))
+    tensors = [torch.randn(1, 2, 40, 16)] * 3
+    plan(*tensors, **OPTIONS)
+    plan(*tensors, method=lambda query, key, **where: None, block_size=16, dense_below=0)
+    assert asked == [True, False]
+
+
+@pytest.mark.attention
+def test_a_plan_of_direct_calls_runs_inside_of_a_compiled_forward(directly, monkeypatch):
+    tensors = [torch.randn(1, heads, 100, 16) for heads in (4, 2, 2)]
+    made = plan(*tensors, **OPTIONS)
+    expected = made.run(*tensors)
+    assert directly.call_count == 1
+    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: Backend("cpu"))
+    compiled = torch.compile(lambda *given: made.run(*given), fullgraph=True)
+    torch.testing.assert_close(compiled(*tensors), expected, atol=1e-5, rtol=1e-5)
+    assert directly.call_count == 1
+
+
+def test_fake_tensors_have_shapes(directly):
+    with FakeTensorMode():
+        tensors = [torch.empty(1, heads, 100, 16) for heads in (4, 2, 2)]
+        out, lse = sparse_attention(*tensors, return_lse=True, **OPTIONS)
+    assert (out.shape, lse.shape, directly.call_count) == ((1, 4, 100, 16), (1, 4, 100), 0)
+
+
+@pytest.mark.usefixtures("without_kernel")
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_warm_up_checks_for_compiled_callers_too(monkeypatch, chunked):
+    found, asked = {}, []
+    monkeypatch.setattr(flash_check, "_found", found)
+    for kind in (PLAIN, PLAIN._replace(captures=True), PLAIN._replace(direct=False, dtype=torch.float16)):
+        found["cpu", 0, kind] = Verdict()
+    monkeypatch.setattr(flash_check, "flash_verdict", lambda kind, device: asked.append((kind, device)))
+    warmup(4, 2, 32, dtype=torch.float32, device="cpu", block_size=64, chunked=chunked)
+    through = [PLAIN._replace(direct=False, captures=captures) for captures in (chunked, True)]
+    assert asked == [(kind, torch.device("cpu", 0)) for kind in through]
