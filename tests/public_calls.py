@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import SelectionStats, sparse_attention, sparse_attention_varlen, warmup
 from flexmask.block_masks import causal_mask
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend_chunk, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
 from tests.attention_calls import SINKS
@@ -60,7 +60,7 @@ def layer(head_dim: int = 16) -> SparseLayer:
 
 def engines(rows: int, *given: Tensor) -> Any:
     query, key, value = (x[0] for x in given or inputs())
-    return attend(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",)).results()
+    return attend_chunk(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",)).results()
 
 
 def engines_start() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.counters import Counters
-from flexmask.integrations.serving.layers import SparseLayer, attend
+from flexmask.integrations.serving.layers import SparseLayer, attend_chunk
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
@@ -89,7 +89,7 @@ class Engine:
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
         counts, layer = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if counts else ()
-        attended = attend(layer, query, key, value, sinks, statistics, request.plans, counts)
+        attended = attend_chunk(layer, query, key, value, sinks, statistics, request.plans, counts)
         if counts and is_counted:
             self.counters.add_call(role, attended, query.shape[0], key.shape[1], heads=request.gamma is None)
         return attended.out

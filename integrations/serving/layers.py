@@ -92,7 +92,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     return call_options.policy.by_selection(layer.keeps_all(layer.selector)) or layer
 
 
-def attend(
+def attend_chunk(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = (),
     plans: dict[Any, Plan] | None = None, with_counts: bool = False,
 ) -> Attended:  # fmt: skip

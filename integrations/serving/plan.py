@@ -18,7 +18,7 @@ class SparseRequest:
     stop: int
     seq_len: int  # tokens so far, including this chunk
     gamma: float | None = None  # the request's; None: the server's
-    # of its attention, by kind of layer (`attend` in layers.py)
+    # of its attention, by kind of layer (`attend_chunk`)
     plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
     @property

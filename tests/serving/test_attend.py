@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from flexmask import sparse_attention
 from flexmask.integrations.serving import layers as layers_module
 from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, after_cached, attend, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, after_cached, attend_chunk, role_of_shape
 from flexmask.integrations.serving.startup import (
     bytes_of,
     call_of_size,
@@ -50,13 +50,13 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
         compiled = dynamo_counters["stats"]["unique_graphs"]
         for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             given = chunk(rows)
-            ours = attend(layer, *given, statistics=IN_SOME_STEPS)
+            ours = attend_chunk(layer, *given, statistics=IN_SOME_STEPS)
             expected, stats = by_the_core(*given, dense_below=0, **OPTIONS)
             torch.testing.assert_close(ours.out.transpose(0, 1), expected[0])
             for name in IN_SOME_STEPS:
                 torch.testing.assert_close(getattr(ours.stats, name), getattr(stats, name))
             assert ours.stats.density.mean() < 0.9
-            assert attend(layer, *given).stats is None
+            assert attend_chunk(layer, *given).stats is None
     assert dynamo_counters["stats"]["unique_graphs"] == compiled
 
 
@@ -69,8 +69,8 @@ def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
     monkeypatch.setattr(layers_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))
     for layer in [*layers, *(layer.with_gamma(0.5) for layer in layers)]:
         given = chunk(150)
-        shared = attend(layer, *given, statistics=("density",), plans=plans).stats
-        assert torch.equal(shared.density, attend(layer, *given, statistics=("density",)).stats.density)
+        shared = attend_chunk(layer, *given, statistics=("density",), plans=plans).stats
+        assert torch.equal(shared.density, attend_chunk(layer, *given, statistics=("density",)).stats.density)
     assert len(plans) == 2
     assert len(made) == 2 + 6  # those shared, and one for each call without
 
@@ -85,7 +85,7 @@ def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
     layer = layer_of(replace(SHAPE, window=300), **run)
     for rows in (150, 420):
         given = chunk(rows)
-        ours, counters = attend(layer, *given, statistics=("density",), with_counts=True), Counters()
+        ours, counters = attend_chunk(layer, *given, statistics=("density",), with_counts=True), Counters()
         _, stats = by_the_core(*given, window=300, **run)
         torch.testing.assert_close(ours.stats.density, stats.density)
         counters.add_call(layer, ours, rows, 420)
