@@ -1,7 +1,7 @@
 """The adapter for transformers with the prompts and chunks of `engine_run`: ``python -m tests.vllm.adapter_run [WORD ...] OUT``.
 
 Without words it runs the retriever in float32 on a CPU. ``cuda`` is a GPU in bfloat16, ``bfloat16`` that dtype on a CPU,
-``latent`` the model of `random_models.deepseek`, and a name in `engines.MIXTURES` its model.
+``latent`` the model of `random_models.deepseek`, a name in `engines.MIXTURES` its model, and a number the tokens in a page.
 """
 
 from __future__ import annotations
@@ -13,25 +13,34 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from flexmask import sparse_prefill
 from tests.serving import programs
 from tests.vllm import random_models
 from tests.vllm.engines import ENGINES, LATENT_ON_CUDA, MIXTURES, MODEL
 
-# tokens, of which attention takes no fewer bytes than a state, by model
-PAGES_OF_STATES = {"qwen3_next": 544, "qwen3_5": 288}
+
+def forget(cache, windows):
+    """Make zeros of the tokens that no later one sees, as the plug-in does; transformers would move the others forward."""
+    for layer, window in zip(cache.layers, windows, strict=True):
+        if window is not None:
+            for each in (layer.keys, layer.values):
+                each[:, :, : max(0, each.shape[2] - window + 1)] = 0
 
 
 @torch.no_grad()
 def log_probabilities(model, tokens, chunk, options, least_rows):
     """Of every token but the first, given those before it; and the most likely next one."""
     cache, logits = DynamicCache(config=model.config), []
+    windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
+    cache.layers = [layer if window is None else DynamicLayer() for layer, window in zip(cache.layers, windows, strict=True)]
     tokens = torch.tensor([tokens], device=model.device)
     for part in tokens.split(chunk, 1):
         is_sparse = options is not None and part.shape[1] >= least_rows
         with sparse_prefill(model, **options) if is_sparse else nullcontext():
             logits.append(model(input_ids=part, past_key_values=cache).logits[0])
+        forget(cache, windows)
     # as vLLM takes them
     every = torch.cat(logits).float().log_softmax(-1)
     return {"prompt_logprobs": every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), "token": int(every[-1].argmax())}
@@ -57,7 +66,7 @@ def main(*words_and_out):
     }
     if engine.arguments.get("enable_prefix_caching"):
         # chunks end at pages, whose states are kept, the last but one at the last page
-        page = PAGES_OF_STATES[next(iter(mixtures))]
+        page = next(int(word) for word in words if word.isdigit())
         for name, (tokens, chunk) in asked.items():
             most, whole = chunk // page * page, len(tokens) // page * page
             asked[name] = tokens, [x for x in (*[most] * (whole // most), whole % most, len(tokens) - whole) if x]

@@ -98,13 +98,22 @@ def test_latent_attention_at_gamma_below_one_is_the_adapter_s(name, least, asked
 
 # difference of log-probabilities from rounding, tokens in a page (no block or chunk divides 544 or 288), attention layers
 MIXTURES = {
-    "nemotron": (NEAR, [544], 2),
-    "granite": (2 * NEAR, [544], 2),
-    "gemma4": (NEAR, [32, 128], 4),
-    # bfloat16
-    "qwen3_next": (0.5, [544], 2),
-    "qwen3_5": (0.5, [288], 2),
+    "nemotron": (NEAR, [[544]], 2),
+    "granite": (2 * NEAR, [[544]], 2),
+    "gemma4": (NEAR, [[32, 128]], 4),
+    # bfloat16; on CPUs that multiply it by AVX-512 or AMX, vLLM keeps states in float32
+    "qwen3_next": (0.5, [[288], [544]], 2),
+    "qwen3_5": (0.5, [[288], [544]], 2),
 }
+TIE = 2**-5  # logits from 4 to 8 that are neighbours in bfloat16
+
+
+def choose_alike(one, other, tie):
+    """Whether two greedy answers part, if they do, where the first holds both tokens for as likely."""
+    for step, mine, its in zip(one["logprobs"], one["tokens"], other["tokens"], strict=True):
+        if mine != its:
+            return str(its) in step and step[str(mine)] - step[str(its)] <= tie
+    return True
 
 
 each_mixture = pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow) for each in MIXTURES])
@@ -113,13 +122,14 @@ each_mixture = pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.
 @each_mixture
 def test_a_mixture_s_attention_is_the_stock_backend_s(name, run):
     near, pages, layers = MIXTURES[name]
-    cached = {"qwen3_next": 3 * 544, "qwen3_5": 5 * 288}
     stock, ours = run(f"{name}_stock"), run(name)
-    assert ours["page_sizes"] == pages
+    assert ours["page_sizes"] in pages
     for asked in ("chunks", "longer"):
-        assert [each["tokens"] for each in stock[asked]] == [each["tokens"] for each in ours[asked]]
+        for one, other in zip(stock[asked], ours[asked], strict=True):
+            assert choose_alike(one, other, TIE if "qwen3" in name else 0)
         assert distance(stock[asked], ours[asked]) < near
-    assert [ours[asked][0]["cached"] for asked in ("chunks", "longer")] == [0, cached.get(name, 0)]
+    page = ours["page_sizes"][0]
+    assert [ours[asked][0]["cached"] for asked in ("chunks", "longer")] == [0, 1700 // page * page if "qwen3" in name else 0]
     assert f"{layers} of {layers} attention layers prefill sparse" in ours["log"]
     assert ours["counters"]["sparse"] > 1700 and ours["counters"]["density"] == pytest.approx(1)
     assert distance(stock["chunks"], ours["faults"]["second_page_twice"]) > 3 * near
@@ -127,9 +137,10 @@ def test_a_mixture_s_attention_is_the_stock_backend_s(name, run):
 
 @each_mixture
 def test_a_mixture_at_gamma_below_one_is_the_adapter_s(name, run, written):
-    stock, ours = (run(f"{name}{kind}")["chunks"][0] for kind in ("_stock", "_half"))
-    dense, half = (written("adapter_run", name)[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
-    assert_a_mixture_s(stock, ours, dense, half)
+    stock, ours = run(f"{name}_stock"), run(f"{name}_half")
+    theirs = written("adapter_run", name, str(ours["page_sizes"][0]))
+    dense, half = (theirs[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
+    assert_a_mixture_s(stock["chunks"][0], ours["chunks"][0], dense, half)
 
 
 def test_requests_compile_no_more_than_the_stock_backend_s(run):

@@ -85,7 +85,7 @@ def test_a_mixture_s_attention_is_the_stock_backend_s_or_the_adapter_s(name, run
     stock, ours, half = (run(f"{name}{kind}") for kind in ("_stock", "", "_half"))
     for asked in ("chunks", "longer"):
         assert summary(differences(stock[asked], ours[asked]))["mean"] < 0.05
-    theirs = written("adapter_run", name, "cuda")
+    theirs = written("adapter_run", name, "cuda", str(half["page_sizes"][0]))
     assert_a_mixture_s(
         stock["chunks"][0], half["chunks"][0], *(theirs[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
     )
