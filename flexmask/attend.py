@@ -77,6 +77,7 @@ def attend_heads(
 
 def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
     if backend.direct and not is_fake(inputs.query):
+        assert selection.mask_mod is None
         return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor)
     if selection.mask_mod is None:
         # all methods share the kernel without maps

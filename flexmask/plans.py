@@ -11,6 +11,7 @@ from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.attend import Attended, attend_heads, with_group
 from flexmask.base.checks import check_plain
 from flexmask.base.inputs import AttentionInputs, HeadGroup, in_autocast_dtype, needs_gradients, without_autocast
+from flexmask.base.selection import Selection
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
@@ -129,12 +130,7 @@ class Plan:
                     selections.append(selection)
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
-                    shared = selection.lists.kv_num_blocks.shape[1] < part.query.shape[1]
-                    # FLASH packs a key head's query heads into one tile if they share a list, and torch traces no direct call
-                    if shared or (backend.direct and is_traced()):
-                        named, own, size = self.options.backend, not prepared.selector.is_users, selection.block_size
-                        of_group = inputs.of_heads(group)
-                        backend = chosen_backend(named, of_group, size, self.return_lse, shared=shared, direct=own)
+                    backend = self._backend_of(inputs.of_heads(group), prepared, selection)
                 out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
                 dense.append(key_heads)
@@ -143,6 +139,18 @@ class Plan:
             if statistics:
                 stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
             return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
+
+    def _backend_of(self, inputs: AttentionInputs, prepared: Prepared, selection: Selection) -> Backend:
+        """The plan's backend, or, for what shows in the selection or in its run alone, the one that serves that."""
+        # FLASH packs a key head's query heads into one tile if they share a list
+        shared = selection.lists.kv_num_blocks.shape[1] < inputs.query.shape[1]
+        has_mask_mod = selection.mask_mod is not None
+        # torch traces no direct call
+        if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
+            return self.backend
+        lists_only = not (prepared.selector.is_users or has_mask_mod)
+        size = selection.block_size
+        return chosen_backend(self.options.backend, inputs, size, self.return_lse, shared=shared, lists_only=lists_only)
 
 
 def plan_call(
@@ -156,7 +164,7 @@ def plan_call(
     if reason is None and fits:
         reason = policy.by_selection(keeps_all)
     if reason is not None:
-        return dense_plan(inputs, selector.block_size, options, reason, return_lse)
+        return dense_plan(inputs, selector.block_size, options, reason, return_lse, lists_only=not selector.is_users)
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if not fits or inputs.needs_grad or is_traced():
         return _in_groups(inputs, selector, options, None, return_lse, (False,) * num_kv_heads)
@@ -167,9 +175,11 @@ def plan_call(
     return _in_groups(inputs, selector, options, None, return_lse, dense, most_kept)
 
 
-def dense_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False) -> Plan:
+def dense_plan(
+    inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False, lists_only: bool = True
+) -> Plan:
     """A plan of dense attention; a named backend that cannot run is refused at every length."""
-    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True, direct=True)
+    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True, lists_only=lists_only)
     return Plan(inputs, options, reason, backend, return_lse)
 
 
@@ -193,7 +203,7 @@ def _in_groups(
     groups = selector.groups(inputs, options.max_mask_bytes)
     # a group may have fewer query heads per key head
     of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse, direct=not selector.is_users)
+    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse, lists_only=not selector.is_users)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:

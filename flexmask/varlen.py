@@ -163,7 +163,7 @@ def sparse_attention_varlen(
     problems = [segment.of(pack) for segment in filled]
     selectors = [selector.for_inputs(inputs) for inputs in problems]
     if backend != "auto":
-        chosen_backend(backend, pack, block_size, return_lse, direct=not selector.is_users)
+        chosen_backend(backend, pack, block_size, return_lse, lists_only=not selector.is_users)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
     reasons = [policy.by_size(segment.q_len, segment.kv_len) for segment in filled]

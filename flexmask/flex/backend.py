@@ -70,12 +70,12 @@ def chosen_backend(
     is_dense: bool = False,
     shared: bool = False,
     verdict: Callable[[FlashCall, torch.device], Verdict | None] = flash_verdict,
-    direct: bool = False,
+    lists_only: bool = False,
 ) -> Backend:
     """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
 
-    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `direct`: the mask
-    hides no more inside of blocks than `inputs` before `with_offset`, and FLASH is called directly where that is right.
+    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `lists_only`: the
+    mask hides no more inside of blocks than `inputs` before `with_offset`, so FLASH is called directly where that is right.
     """
     device = inputs.query.device
     if not is_dense:
@@ -96,7 +96,7 @@ def chosen_backend(
     elif capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
         return Backend("triton")
     kinds = [call]
-    if direct and needs_no_mask_mod(inputs, block_size):
+    if lists_only and needs_no_mask_mod(inputs, block_size):
         kinds.insert(0, FlashCall.of(inputs, block_size, shared, direct=True))
     for kind in kinds:
         outcome = verdict(kind, device)

@@ -21,7 +21,10 @@ def needs_no_mask_mod(inputs: AttentionInputs, block_size: int) -> bool:
     if value is None or inputs.needs_grad or is_traced() or in_dispatch_mode():
         return False
     is_plain = inputs.attention_mask is None and inputs.offset is None and inputs.softcap is None
-    return is_plain and block_size == flash_key_tile(inputs.query.shape[3], value.shape[3])
+    head_dim, v_head_dim = inputs.query.shape[3], value.shape[3]
+    # its tile for wider heads, or under a window for those of 192, is smaller
+    fits = v_head_dim <= 128 and (head_dim <= 128 or inputs.window is None)
+    return is_plain and fits and block_size == 128 == flash_key_tile(head_dim, v_head_dim)
 
 
 def flash_attention(

@@ -123,7 +123,8 @@ class _Planner:
         reason = call.reason_dense()
         query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
         assert value is not None
-        backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, call.selector.block_size).name
+        size, lists_only = call.selector.block_size, not call.selector.is_users
+        backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, size, lists_only=lists_only).name
         sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
         self.layers[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
         return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)

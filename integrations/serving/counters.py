@@ -92,7 +92,8 @@ class Counters:
         """Kept share over all sparse calls. Waits for the device."""
         with self._lock:
             self._add_counts()
-            return float(self._kept_pairs) / self._pairs if self._pairs else None
+            kept, pairs = self._kept_pairs, self._pairs
+        return float(kept) / pairs if pairs else None
 
     def report(self) -> str:
         density = self.density

@@ -10,11 +10,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask
 
-from flexmask import plan, plans, sparse_attention, warmup
+from flexmask import method as method_module
+from flexmask import plan, plans, selector, sparse_attention, warmup
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import listed_blocks
-from flexmask.flex import flash_check
+from flexmask.base.selection import Choice, block_lists, listed_blocks
+from flexmask.flex import flash, flash_check
 from flexmask.flex.backend import Backend
 from flexmask.flex.flash import flash_attention, needs_no_mask_mod
 from flexmask.flex.flash_check import FlashCall, Verdict, check_flash
@@ -36,6 +38,7 @@ class Lists(NamedTuple):
 def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_tensors, return_lse, fault=""):
     """flash-attn-4's forward, of (batch, tokens, heads, head_dim); `fault`: what it does wrong."""
     assert causal and all(x.stride(-1) == 1 for x in (q, k, v))
+    assert window_size_left is None or window_size_left < 2**31
     rows, columns = block_sparse_tensors.block_size
     query, key, value = (x.transpose(1, 2) for x in (q, k, v))
     q_len, kv_len = q.shape[1], k.shape[1]
@@ -50,6 +53,8 @@ def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_te
     out, lse = masked_attention(query, key, value, seen, softmax_scale)
     sees = seen.any(-1, keepdim=True)
     out, lse = torch.where(sees, out, 0.0), torch.where(sees[..., 0], lse, -math.inf)
+    if fault == "no log-sum-exp" and not return_lse:
+        out = out + 0.1
     out = out.to(q.dtype).transpose(1, 2).contiguous()
     return out, lse.float() * (0.9 if fault == "log-sum-exp" else 1) if return_lse else None, "of later releases"
 
@@ -79,7 +84,14 @@ def test_the_check_finds_a_direct_call_right_or_wrong(package, changes):
     found = check_flash(kind, CPU)
     assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", 1.0)
     assert package.call_args.kwargs["window_size_left"] == (93 if "captures" in changes else None)
-    for fault in ("offset", "lists", "mask_block_cnt", "full_block_cnt", *(["window"] if "captures" in changes else [])):
+    for fault in (
+        "offset",
+        "lists",
+        "mask_block_cnt",
+        "full_block_cnt",
+        "no log-sum-exp",
+        *(["window"] if "captures" in changes else []),
+    ):
         package.side_effect = partial(forward, fault=fault)
         assert "outputs off by" in check_flash(kind, CPU).reason, fault
     package.side_effect = partial(forward, fault="log-sum-exp")
@@ -156,8 +168,9 @@ def inputs_of(head_dim=128, v_head_dim=None, **fields):
     return AttentionInputs(query, key, torch.empty(1, 1, 9, v_head_dim or head_dim), 1.0, **fields)
 
 
-def test_which_calls_need_no_mask_mod():
-    for given in ({}, {"window": 3}, {"sinks": SINKS}, {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 64}):
+def test_which_calls_need_no_mask_mod(monkeypatch):
+    latent = {"head_dim": 192, "v_head_dim": 128}
+    for given in ({}, {"window": 3}, {"sinks": SINKS}, latent, {"head_dim": 64}):
         assert needs_no_mask_mod(inputs_of(**given), 128)
     tensors = {"attention_mask": torch.ones(1, 9).bool(), "offset": torch.zeros(1).int()}
     others = {**tensors, "softcap": 3.0, "needs_grad": True, "head_dim": 256}
@@ -165,20 +178,88 @@ def test_which_calls_need_no_mask_mod():
         assert not needs_no_mask_mod(inputs_of(**{name: value}), 128), name
     assert not needs_no_mask_mod(inputs_of()._replace(value=None), 128)
     assert not any(needs_no_mask_mod(inputs_of(), size) for size in (64, 256))
+    # the kernel's tile is smaller
+    assert not needs_no_mask_mod(inputs_of(256), 64)
+    assert not any(needs_no_mask_mod(inputs_of(**given), 128) for given in ({**latent, "window": 3}, {"v_head_dim": 256}))
     with FakeTensorMode():
         assert not needs_no_mask_mod(inputs_of(), 128)
+    monkeypatch.setattr(flash, "is_traced", lambda: True)
+    assert not needs_no_mask_mod(inputs_of(), 128)
 
 
 OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
 
 
-def test_a_users_mask_goes_through_flex_attention(monkeypatch):
-    asked = []
-    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: asked.append(named["direct"]) or Backend("cpu"))
-    tensors = [torch.randn(1, 2, 40, 16)] * 3
-    plan(*tensors, **OPTIONS)
-    plan(*tensors, method=lambda query, key, **where: None, block_size=16, dense_below=0)
-    assert asked == [True, False]
+@pytest.fixture
+def asked(package, monkeypatch):
+    """What calls say of their masks; they are direct where the mask allows it."""
+    found = []
+
+    def choose(*given, lists_only, **named):
+        found.append(lists_only)
+        return Backend("flash", direct=True) if lists_only else Backend("cpu")
+
+    monkeypatch.setattr(plans, "chosen_backend", choose)
+    return found
+
+
+def only_itself(b, h, q_idx, kv_idx):
+    return q_idx == kv_idx
+
+
+def users_mask(query, key, *, block_size, **where):
+    length = query.shape[2]
+    return create_block_mask(only_itself, None, None, length, length, device="cpu", BLOCK_SIZE=block_size)
+
+
+@pytest.mark.attention
+def test_a_users_mask_goes_through_flex_attention(asked, package):
+    query, key, value = torch.randn(3, 1, 2, 40, 16)
+    sparse_attention(query, key, value, **OPTIONS)
+    assert asked == [True] and package.call_count == 1
+    asked.clear()
+    # one list for all heads, for which the backend is chosen again; each row sees itself alone
+    out = sparse_attention(query, key, value, method=users_mask, block_size=16, dense_below=0)
+    torch.testing.assert_close(out, value)
+    assert asked == [False, False] and package.call_count == 1
+
+
+@pytest.mark.attention
+def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeypatch):
+    monkeypatch.setattr(selector, "METHODS", dict(selector.METHODS))
+    monkeypatch.setattr(method_module, "METHODS", selector.METHODS)
+
+    @method_module.method
+    def itself_mask(problem):
+        keep = problem.visible.expand(1, 2, -1, -1)
+        return Choice(block_lists(keep, torch.zeros_like(problem.seen.full)), None, {}, only_itself)
+
+    query, key, value = torch.randn(3, 1, 2, 40, 16)
+    out = sparse_attention(query, key, value, method=itself_mask, block_size=16, dense_below=0)
+    torch.testing.assert_close(out, value)
+    assert asked == [True, False] and not package.called
+
+
+def test_a_plan_of_direct_calls_asks_again_inside_of_a_compilation(monkeypatch):
+    through = PLAIN._replace(direct=False)
+    known = {("cuda", 0, PLAIN): Verdict()}
+    monkeypatch.setattr(flash_check, "_found", known)
+    monkeypatch.setattr(flash_check, "is_traced", lambda: True)
+    with pytest.raises(AssertionError):
+        flash_check.flash_verdict(PLAIN, torch.device("cuda", 0))
+    # the verdict of direct calls is not that of compiled ones
+    assert flash_check.flash_verdict(through, torch.device("cuda", 0)) is None
+    known["cuda", 0, through] = Verdict(lse_factor=2.0)
+    assert flash_check.flash_verdict(through, torch.device("cuda", 0)) == Verdict(lse_factor=2.0)
+
+
+def test_a_direct_kind_that_cannot_be_checked_now_is_no_warning(monkeypatch, caplog):
+    monkeypatch.setattr(flash_check, "_found", {})
+    monkeypatch.setattr(flash_check, "in_dispatch_mode", lambda: True)
+    for kind, told in ((PLAIN, 0), (PLAIN._replace(direct=False, head_dim=48), 1)):
+        caplog.clear()
+        assert flash_check.flash_verdict(kind, CPU) is None
+        assert len(caplog.records) == told
 
 
 @pytest.mark.attention
@@ -205,9 +286,15 @@ def test_fake_tensors_have_shapes(directly):
 def test_a_warm_up_checks_for_compiled_callers_too(monkeypatch, chunked):
     found, asked = {}, []
     monkeypatch.setattr(flash_check, "_found", found)
-    for kind in (PLAIN, PLAIN._replace(captures=True), PLAIN._replace(direct=False, dtype=torch.float16)):
+    others = (PLAIN._replace(dtype=torch.float16), PLAIN._replace(head_dim=64), PLAIN._replace(v_head_dim=64))
+    for kind in (PLAIN, PLAIN._replace(captures=True), *others, PLAIN._replace(direct=False)):
         found["cpu", 0, kind] = Verdict()
     monkeypatch.setattr(flash_check, "flash_verdict", lambda kind, device: asked.append((kind, device)))
-    warmup(4, 2, 32, dtype=torch.float32, device="cpu", block_size=64, chunked=chunked)
+    given = {"dtype": torch.bfloat16, "device": "cpu", "block_size": 64, "chunked": chunked}
+    warmup(4, 2, 32, **given)
     through = [PLAIN._replace(direct=False, captures=captures) for captures in (chunked, True)]
     assert asked == [(kind, torch.device("cpu", 0)) for kind in through]
+    asked.clear()
+    with pytest.raises(ValueError, match="triton"):
+        warmup(4, 2, 32, **given, backend="triton")
+    assert asked == []
