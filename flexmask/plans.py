@@ -130,7 +130,7 @@ class Plan:
                     selections.append(selection)
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
-                    backend = self._backend_of(inputs.of_heads(group), prepared, selection)
+                    backend = self._backend_of(inputs.of_heads(group), selection)
                 out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
                 dense.append(key_heads)
@@ -140,7 +140,7 @@ class Plan:
                 stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
             return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
 
-    def _backend_of(self, inputs: AttentionInputs, prepared: Prepared, selection: Selection) -> Backend:
+    def _backend_of(self, inputs: AttentionInputs, selection: Selection) -> Backend:
         """The plan's backend, or, for what shows in the selection or in its run alone, the one that serves that."""
         # FLASH packs a key head's query heads into one tile if they share a list
         shared = selection.lists.kv_num_blocks.shape[1] < inputs.query.shape[1]
@@ -148,9 +148,8 @@ class Plan:
         # torch traces no direct call
         if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
             return self.backend
-        lists_only = not (prepared.selector.is_users or has_mask_mod)
-        size = selection.block_size
-        return chosen_backend(self.options.backend, inputs, size, self.return_lse, shared=shared, lists_only=lists_only)
+        named, size = self.options.backend, selection.block_size
+        return chosen_backend(named, inputs, size, self.return_lse, shared=shared, lists_only=not has_mask_mod)
 
 
 def plan_call(
