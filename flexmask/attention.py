@@ -137,8 +137,8 @@ def sparse_attention(
     Returns
     -------
     Tensor
-        (batch, num_heads, q_len, v_head_dim) in query's dtype (autocast's, if on), in any memory layout; zero for padded rows. Under
-        FakeTensorMode a fake one.
+        (batch, num_heads, q_len, v_head_dim) in query's dtype (autocast's, if on), in any memory layout; zero for padded rows.
+        Under FakeTensorMode a fake one.
     Tensor
         The log-sum-exp, only with `return_lse`.
     SelectionStats
