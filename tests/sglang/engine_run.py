@@ -75,11 +75,11 @@ def plant(fault: str) -> None:
     """Make the plug-in wrong in this process: cached keys are read one slot off, or queries are those of the row before."""
     backend: Any = importlib.import_module("flexmask.integrations.sglang.backend")
     shared: Any = importlib.import_module("flexmask.integrations.serving.engine")
-    gathered, attend = backend.gathered, shared.attend
+    gathered, attend_chunk = backend.gathered, shared.attend_chunk
     if fault == "slots":
         backend.gathered = lambda buffer, slots: gathered(buffer, torch.cat([slots[:1], slots[:-1]]))
     else:
-        shared.attend = lambda role, query, *rest: attend(role, query.roll(1, 0), *rest)
+        shared.attend_chunk = lambda role, query, *rest: attend_chunk(role, query.roll(1, 0), *rest)
 
 
 # SGLang's processes import this module, under another name
