@@ -14,6 +14,7 @@ import torch
 import flexmask.environment as environment
 import flexmask.self_test as self_test
 from flexmask import commands
+from flexmask.flex.backend import Backend
 from flexmask.flex.flash_check import FlashCall, Verdict
 from tests.repository import ROOT
 
@@ -198,3 +199,12 @@ def test_a_missing_or_foreign_transformers_is_a_problem_only_with_a_model(flexma
     assert "warning: transformers is missing" in flexmask("doctor", "--skip-self-test").stdout
     result = flexmask("doctor", "--skip-self-test", "--model", folder, code=commands.MISSING)
     assert result.stderr.splitlines()[1:] == ["flexmask: this command needs transformers: pip install 'flexmask[hf]'"]
+
+
+def test_reports_ask_for_the_backend_as_plain_calls_do(monkeypatch):
+    asked = []
+    for module in (environment, self_test):
+        monkeypatch.setattr(module, "chosen_backend", lambda *given, lists_only: asked.append(lists_only) or Backend("cpu"))
+    assert environment.backends("cpu", torch.float32)
+    monkeypatch.setattr(self_test, "METHODS", {})
+    assert list(self_test.self_test("cpu")) == [] and asked == [True] * 4
