@@ -130,7 +130,7 @@ class Plan:
                     selections.append(selection)
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
-                    backend = self._backend_of(inputs.of_heads(group), selection)
+                    backend = self._backend_of(inputs, group, selection)
                 out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
                 dense.append(key_heads)
@@ -140,16 +140,16 @@ class Plan:
                 stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
             return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
 
-    def _backend_of(self, inputs: AttentionInputs, selection: Selection) -> Backend:
+    def _backend_of(self, inputs: AttentionInputs, group: HeadGroup, selection: Selection) -> Backend:
         """The plan's backend, or, for what shows in the selection or in its run alone, the one that serves that."""
         # FLASH packs a key head's query heads into one tile if they share a list
-        shared = selection.lists.kv_num_blocks.shape[1] < inputs.query.shape[1]
+        shared = selection.lists.kv_num_blocks.shape[1] < group.query.stop - group.query.start
         has_mask_mod = selection.mask_mod is not None
         # torch traces no direct call
         if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
             return self.backend
-        named, size = self.options.backend, selection.block_size
-        return chosen_backend(named, inputs, size, self.return_lse, shared=shared, lists_only=not has_mask_mod)
+        named, size, part = self.options.backend, selection.block_size, inputs.of_heads(group)
+        return chosen_backend(named, part, size, self.return_lse, shared=shared, lists_only=not has_mask_mod)
 
 
 def plan_call(
