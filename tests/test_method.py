@@ -15,13 +15,6 @@ from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def table_as_it_was():
-    yield
-    for name in ("nothing", "every_nth", "top_two", "spanned"):
-        METHODS.pop(name, None)
-
-
 @method
 def nothing_mask(problem: BlockProblem) -> torch.Tensor:
     return torch.zeros_like(problem.seen.visible[:, None])
@@ -40,7 +33,14 @@ def spanned(problem: BlockProblem, blocks: int = count(2, 1), *, share: float = 
 
 
 spanned_mask = method(spanned)
+OWN = {name: METHODS.pop(name) for name in ("nothing", "every_nth", "spanned")}
 CHUNK = {"q_offset": torch.tensor([5, 37]), "window": 70, "attention_mask": torch.arange(110)[None] >= torch.tensor([[0], [20]])}
+
+
+@pytest.fixture(autouse=True)
+def own_methods_while_a_test_runs(monkeypatch):
+    for name, own in OWN.items():
+        monkeypatch.setitem(METHODS, name, own)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
