@@ -29,24 +29,18 @@ def sparse_attention(
 ) -> Tensor: ...
 @overload
 def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
-    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
-    return_lse: Literal[True], return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, return_lse: Literal[True],
+    return_stats: Literal[False] = ..., **keywords: Any,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
-    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
-    return_lse: Literal[False] = ..., return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, return_lse: Literal[False] = ...,
+    return_stats: Literal[True], **keywords: Any,
 ) -> tuple[Tensor, SelectionStats]: ...
 @overload
 def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
-    scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
-    return_lse: Literal[True], return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, return_lse: Literal[True],
+    return_stats: Literal[True], **keywords: Any,
 ) -> tuple[Tensor, Tensor, SelectionStats]: ...
 @overload
 def sparse_attention(

@@ -41,9 +41,7 @@ class MaskFunction(Protocol):
     ) -> BlockMask: ...
     @overload
     def __call__(
-        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
-        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., return_stats: Literal[True], **named: Any,
+        self, query: Tensor, key: Tensor, *options: Any, return_stats: Literal[True], **named: Any,
     ) -> tuple[BlockMask, SelectionStats]: ...
     @overload
     def __call__(

@@ -36,26 +36,20 @@ def sparse_attention_varlen(
 @overload
 def sparse_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
-    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
-    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[True],
-    return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, return_lse: Literal[True],
+    return_stats: Literal[False] = ..., **keywords: Any,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
-    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
-    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[False] = ...,
-    return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, return_lse: Literal[False] = ...,
+    return_stats: Literal[True], **keywords: Any,
 ) -> tuple[Tensor, tuple[SelectionStats, ...]]: ...
 @overload
 def sparse_attention_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Bounds, cu_seqlens_k: Bounds | None = ...,
-    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, method: str | Callable[..., Any] = ...,
-    block_size: int = ..., scale: float | None = ..., softcap: float | None = ..., window: int | None = ...,
-    sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ..., return_lse: Literal[True],
-    return_stats: Literal[True], max_mask_bytes: int = ..., **options: Any,
+    max_seqlen_q: int | None = ..., max_seqlen_k: int | None = ..., *, return_lse: Literal[True],
+    return_stats: Literal[True], **keywords: Any,
 ) -> tuple[Tensor, Tensor, tuple[SelectionStats, ...]]: ...
 @overload
 def sparse_attention_varlen(
