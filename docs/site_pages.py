@@ -22,6 +22,7 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "bench/FIDELITY.md",
+    "bench/EARLIER.md",
     "bench/LEADERBOARD.md",
     "bench/README.md",
     "bench/REPORT.md",

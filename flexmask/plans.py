@@ -141,7 +141,7 @@ class Plan:
             return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
 
     def _backend_of(self, inputs: AttentionInputs, group: HeadGroup, selection: Selection) -> Backend:
-        """The plan's backend, or, for what shows in the selection or in its run alone, the one that serves that."""
+        """The plan's backend, chosen again where heads share a list, a mask_mod hides more, or torch traces the call."""
         # FLASH packs a key head's query heads into one tile if they share a list
         shared = selection.lists.kv_num_blocks.shape[1] < group.query.stop - group.query.start
         has_mask_mod = selection.mask_mod is not None

@@ -18,11 +18,11 @@ from bench.report.rows import FOLDER
 ROOT = Path(__file__).parents[2]
 FILLED = (
     "README.md",
-    "docs/try-it.md",
     "docs/options.md",
     "docs/performance.md",
     "docs/serving.md",
     "bench/FIDELITY.md",
+    "bench/EARLIER.md",
     "bench/REPORT.md",
     "bench/LEADERBOARD.md",
     "docs/should-i-use-it.md",

@@ -1,4 +1,4 @@
-"""Tables of FIDELITY.md, of docs/options.md and of equal error, and a figure."""
+"""Tables of EARLIER.md, of docs/options.md and of equal error, and a figure."""
 
 from __future__ import annotations
 

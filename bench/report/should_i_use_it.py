@@ -7,18 +7,17 @@ from pathlib import Path
 import pandas as pd
 
 from bench.report.fidelity import LENGTHS, hybrid_at, language_model
-from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_h100, vllm_prefills
+from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_prefills
 from bench.report.first_token import vllm_engines_in_turns as in_turns
 from bench.report.rows import ERROR, FOLDER, number, percent
 from bench.report.speed import call_rows, speed_up, times
-from bench.report.trained import NAME, first_tokens
+from bench.report.trained import NAME
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
-_ENGINES, _ERROR = "serving-measurements.md#times", "../bench/FIDELITY.md#does-it-hold-at-my-length"
+_ENGINES, _ERROR = "serving-measurements.md#times", "../bench/EARLIER.md#does-it-hold-at-my-length"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
 _NEWEST = "serving.md#serving"
-_VLLM = "../bench/REPORT.md#vllm-on-an-h100"
 _LATENT, _MIXTURES = "serving-measurements.md#deepseek-v3s-attention", "serving-measurements.md#mixtures-and-sinks"
 _SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
 _ON_FLASH = "hybrid, gamma 0.1, min_budget 2688, min_coverage 0, backend flash"
@@ -41,16 +40,12 @@ def models(folder: Path = FOLDER) -> list[str]:
     windows = f"[layers without a window, or with one of 16,384 tokens or more]({_SERVED})"
     as_its_row = "[as its row says](../integrations/huggingface/SUPPORT.md)"
     none = ["-"] * len(_GAINS)
-    trained = "../bench/FIDELITY.md#a-trained-model-of-15-billion-parameters"
     rows = [
         ["Qwen2.5-Coder-1.5B, trained, on text", "vLLM 0.33", *_gains(in_turns(folder, NAME, None), _NEWEST), served],
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, NAME, 8192), _NEWEST), served],
-        ["the same, whole, the earlier rule", "vLLM 0.26, H100", *_gains(first_tokens(folder), trained), served],
-        ["the same, gamma 0.95", "vLLM 0.26, H100", *_gains(first_tokens(folder, "hybrid, gamma 0.95"), trained), served],
         ["Llama 3.1 8B", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, None), _NEWEST), served],
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, 8192), _NEWEST), served],
         ["the same, whole", "vLLM 0.26", *_gains(vllm(folder), _ENGINES), served],
-        ["the same", "vLLM 0.26, H100", *_gains(vllm_h100(folder), _VLLM), served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],
         ["the same", "SGLang 0.5.16", *_gains(sglang(folder), _ENGINES), served],
         ["the same", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100"), _ENGINES), served],

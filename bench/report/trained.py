@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-1.5B-Instruct: first tokens in vLLM, also beside those of random weights, error on texts, and RULER's tasks."""
+"""Qwen2.5-Coder-1.5B-Instruct: first tokens in vLLM 0.26, error on texts, and RULER's tasks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 
 from bench.intervals import of_mean
 from bench.report.fidelity import OTHERS, hybrid_at, language_model, mean_of
-from bench.report.first_token import IN_CHUNKS, vllm_h100, vllm_prefills
+from bench.report.first_token import vllm_prefills
 from bench.report.rows import ERROR, FOLDER, Curves, interval, number, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table, thousands
@@ -29,40 +28,6 @@ def first_tokens(folder: Path = FOLDER, method: str = "hybrid") -> pd.DataFrame:
 
 def _own(rows: pd.DataFrame, gamma: float, floor: float) -> pd.DataFrame:
     return hybrid_at(rows, f'{{"gamma": {gamma}, "min_coverage": {floor}}}')
-
-
-def table(folder: Path = FOLDER) -> list[str]:
-    """A column per length: first tokens and their speedups, blocks kept, perplexity, RULER's mean; speedups of an 8B shape."""
-    lengths, chunked = [tokens for tokens in _YARN if tokens > 16384], _chunked(folder)
-    timed = chunked[32768].combine_first(first_tokens(folder)).loc[lengths]  # a prompt of 32k is one chunk
-    texts = [_own(_texts(tokens, folder), 0.9, 0.5) for tokens in lengths]
-    shape = {size: vllm_h100(folder, run=IN_CHUNKS, chunk=size) for size in (None, 8192, 32768)}
-    of_shape = shape[32768].combine_first(shape[None])["ratio"]
-    first, *small = (f"{ratio:.2f}" for ratio in chunked[8192]["ratio"].loc[lengths])
-    rows = [
-        ["**1.5B**: speedup, chunks of 8k", f"{first}\\*", *small],
-        ["speedup, chunks of 32k", *(f"{ratio:.2f}" for ratio in timed["ratio"])],
-        ["first token, chunks of 32k", *(f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in timed.iterrows())],
-        ["blocks kept", *(percent(own["density"].mean()) for own in texts)],
-        ["perplexity", *(f"{np.expm1(own['d_loss'].mean()):+.1%}" for own in texts)],
-        ["RULER", *_means(lengths, folder)],
-        ["**8B shape**: speedup, chunks of 8k", *map(number, shape[8192]["ratio"])],
-        ["speedup, chunks of 32k", *map(number, of_shape)],
-        ["first token, chunks of 8k", *(f"{row['dense']:.3f} → {row['sparse']:.3f} s" for _, row in shape[8192].iterrows())],
-    ]
-    return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
-
-
-def _means(lengths: list[int], folder: Path) -> list[str]:
-    """RULER's mean by length, dense and at gamma 0.9, with the interval of its change; of how many tasks where not of all."""
-    cells, most = [], scores(lengths[0], folder).index.get_level_values("task").nunique()
-    for tokens in lengths:
-        own = scores(tokens, folder)
-        change = list((own[_RULER[0]] - own["dense"]).dropna().groupby(level="index").mean())
-        number = own.index.get_level_values("task").nunique()
-        mean = f"{own['dense'].mean():.1f} → {own[_RULER[0]].mean():.1f}" + (f" ({number} tasks)" if number < most else "")
-        cells.append(f"{mean}{interval(*of_mean(change), '+.1f')}")
-    return cells
 
 
 def _named(tokens: int) -> str:
@@ -146,7 +111,6 @@ def chunks(folder: Path = FOLDER) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
-    "trained": table,
     "trained-settings": settings,
     "trained-chunks": chunks,
     "trained-methods": methods,

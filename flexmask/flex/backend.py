@@ -75,7 +75,7 @@ def chosen_backend(
     """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
 
     `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `lists_only`: the
-    mask hides no more inside of blocks than `inputs` before `with_offset`, so FLASH is called directly where that is right.
+    mask hides no tokens beyond causality, window and padding of `inputs`, so FLASH is called directly where that is right.
     """
     device = inputs.query.device
     if not is_dense:

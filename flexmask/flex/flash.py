@@ -16,7 +16,7 @@ from flexmask.flex.run import with_sinks
 
 
 def needs_no_mask_mod(inputs: AttentionInputs, block_size: int) -> bool:
-    """True for an eager call in the kernel's blocks whose inputs, before `with_offset`, hide what the kernel's own masks hide."""
+    """True for an eager call in the kernel's blocks whose inputs, before `with_offset`, the kernel's own masks express."""
     value = inputs.value
     if value is None or inputs.needs_grad or is_traced() or in_dispatch_mode():
         return False

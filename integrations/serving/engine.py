@@ -16,7 +16,7 @@ from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 
-Stock: Any = object  # what mixins stand before: a class of the engine, which is not there where types are checked
+Stock: Any = object  # base of the mixins where types are checked, without the engines installed
 
 
 class Engine:
