@@ -22,7 +22,7 @@ from flexmask.integrations.huggingface.scope import is_scoped, module_of, noted,
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
-from flexmask.selector import FittedMethod, Method
+from flexmask.selector import Method
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
 
@@ -78,7 +78,7 @@ Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `PrefillCal
 class PrefillCall(NamedTuple):
     inputs: AttentionInputs
     tokens: int  # `PrefillMask.tokens`
-    prefill: object  # `PrefillMask.prefill`
+    prefill: PrefillPass | None  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
     selector: Method  # of this process's heads
@@ -93,14 +93,10 @@ class PrefillCall(NamedTuple):
             return self.probe(self._replace(probe=None))
         run = self.run
         statistics = STATISTICS if run is not None and run.collect_stats else ()
-        attended, reason = self.attend_as_planned(statistics, run is not None and run.collect_masks)
-        self.note(attended, reason)
-        return attended.out
-
-    def attend_as_planned(self, statistics: tuple[str, ...] = (), with_maps: bool = False) -> tuple[Attended, str | None]:
-        """`Plan.attend`, and the reason for running dense; records nothing."""
         plan = self.plan()
-        return plan.attend(self.inputs, statistics, with_maps), plan.reason
+        attended = plan.attend(self.inputs, statistics, run is not None and run.collect_masks)
+        self.note(attended, plan.reason)
+        return attended.out
 
     def note(self, attended: Attended, reason: str | None) -> None:
         """Record the call; without a run log why it ran dense, if it did."""
@@ -130,8 +126,9 @@ class PrefillCall(NamedTuple):
         reason = self.reason_no_mask()
         if reason is not None:
             return dense_plan(self.inputs, size, options, reason)
-        selector = self.selector.for_inputs(self.inputs)
-        reason = self._reason_dense_layer(selector)
+        selector, policy = self.selector.for_inputs(self.inputs), options.policy
+        keeps_all = selector.keeps_all(self.inputs.query.shape[1])
+        reason = policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
         if reason is not None:
             return every_block_plan(self.inputs, size, options, reason)
         return plan_call(self.inputs, selector, options)
@@ -161,14 +158,6 @@ class PrefillCall(NamedTuple):
         assert value is not None
         policy = self.settings.call_options.policy
         return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
-
-    def _reason_dense_layer(self, selector: FittedMethod) -> str | None:
-        """Reason for a dense layer at any length."""
-        policy, keeps_all = self.settings.call_options.policy, selector.keeps_all(self.inputs.query.shape[1])
-        return policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
-
-    def reason_dense(self) -> str | None:
-        return self.reason_no_mask() or self._reason_dense_layer(self.selector.for_inputs(self.inputs))
 
 
 def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:

@@ -16,9 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
 
 from flexmask.environment import one_line
-from flexmask.flex.backend import chosen_backend
 from flexmask.integrations.huggingface.attention import attention
-from flexmask.integrations.huggingface.call import PrefillCall
+from flexmask.integrations.huggingface.call import Plans, PrefillCall
 from flexmask.integrations.huggingface.compat import learned_positions, text_config
 from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
 from flexmask.integrations.huggingface.model_config import model_settings
@@ -118,13 +117,12 @@ class _Planner:
     def __init__(self, tokens: int, stand_in: Tensor) -> None:
         self.tokens, self.stand_in = tokens, stand_in
         self.layers: dict[int, PlannedLayer] = {}
+        self._plans: Plans = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
-        reason = call.reason_dense()
-        query, key, value = call.inputs.query, call.inputs.key, call.inputs.value
+        plan, query, key, value = call._replace(plans=self._plans).plan(), call.inputs.query, call.inputs.key, call.inputs.value
         assert value is not None
-        size, lists_only = call.selector.block_size, not call.selector.is_users
-        backend = "" if reason else chosen_backend(call.settings.backend, call.inputs, size, lists_only=lists_only).name
+        reason, backend = plan.reason, "" if plan.reason else plan.backend.name
         sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
         self.layers[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
         return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)

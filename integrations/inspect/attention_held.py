@@ -25,7 +25,8 @@ class HeldAttention:
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
-        attended, reason = call.attend_as_planned(with_maps=True)
+        plan = call.plan()
+        attended, reason = plan.attend(call.inputs, with_maps=True), plan.reason
         if reason is None:
             inputs, block_size, held = call.inputs.prepared(), call.selector.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)

@@ -18,7 +18,7 @@ def ran(model, tokens, settings):
     found = {}
 
     def note(call):
-        found[call.layer] = call.reason_dense() or ""
+        found[call.layer] = call.plan().reason or ""
         return torch.zeros(*call.inputs.query.shape[:3], call.inputs.value.shape[3])
 
     try:
