@@ -13,6 +13,7 @@ import json
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,7 @@ ENVIRONMENT = {
 }
 # for trying the program out
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+CPU_PLUGIN = str(Path(__file__).parents[2] / "tests/vllm/cpu_plugin")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -102,7 +104,9 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     on_cpu, most = options.device == "cpu", max(options.prompt_tokens)
     if on_cpu:
-        os.environ.update(ON_CPU if options.stock else {**ON_CPU, "FLEXMASK_VLLM_CPU": "1"})
+        os.environ.update(ON_CPU)
+        if not options.stock:
+            sys.path.insert(0, CPU_PLUGIN)
     from vllm import LLM
 
     own = {"model": options.model}

@@ -10,7 +10,6 @@ from typing import Any
 import vllm
 
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
-from flexmask.integrations.vllm.pages import ReadsCPUCache
 from flexmask.integrations.vllm.registration import wrap_once
 from flexmask.integrations.vllm.versions import interface_faults
 
@@ -21,8 +20,6 @@ _STOCK = {
     "SparseTritonAttention": ("triton_attn", "TritonAttentionBackend", "TRITON_ATTN"),
     "SparseFlashLatentAttention": ("mla.flashattn_mla", "FlashAttnMLABackend", "FLASH_ATTN_MLA"),
     "SparseTritonLatentAttention": ("mla.triton_mla", "TritonMLABackend", "TRITON_MLA"),
-    "SparseCPUAttention": ("cpu_attn", "CPUAttentionBackend", "CPU_ATTN"),
-    "SparseCPULatentAttention": ("mla.cpu_mla", "CPUMLABackend", "CPU_MLA"),
 }
 _KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # in our names
 
@@ -55,6 +52,16 @@ def _of_the_model() -> str:
 def _backend(name: str) -> type:
     module, stock_name, kernel = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
+    if stock.is_mla():
+        measure_latent_layers()
+    return sparse_backend(name, stock, kernel)
+
+
+def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...] = (), shown_as: str = "CUSTOM") -> type:
+    """A backend like `stock` whose long prompts run sparse; `readers` are mixins that read another cache than `gathered` does.
+
+    ImportError if vLLM's interfaces are others than those that flexmask knows.
+    """
     warning = check_interfaces("vLLM", vllm.__version__, interface_faults(stock))
     if warning is not None:
         _log.warning("%s", warning)
@@ -62,19 +69,15 @@ def _backend(name: str) -> type:
     from flexmask.integrations.vllm.builder import SparseLatentBuilder, SparsePrefillBuilder
     from flexmask.integrations.vllm.impl import SparseLatentImpl, SparsePrefillImpl
 
-    is_latent, is_on_cpu = stock.is_mla(), kernel.startswith("CPU")
-    if is_latent and not is_on_cpu:
-        measure_latent_layers()
-    mixins = (SparseLatentImpl, SparseLatentBuilder) if is_latent else (SparsePrefillImpl, SparsePrefillBuilder)
-    reader = (ReadsCPUCache,) if is_on_cpu and not is_latent else ()
+    mixins = (SparseLatentImpl, SparseLatentBuilder) if stock.is_mla() else (SparsePrefillImpl, SparsePrefillBuilder)
     namespace = {"__module__": __name__}
-    impl = type(f"{name}Impl", (*reader, mixins[0], stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
+    impl = type(f"{name}Impl", (*readers, mixins[0], stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
     builder: Any = type(f"{name}Builder", (mixins[1], stock.get_builder_cls()), namespace)
     builder.flexmask_own = builder
 
     overrides = {
         # vLLM's for ours
-        "get_name": staticmethod(lambda: kernel if is_on_cpu else "CUSTOM"),
+        "get_name": staticmethod(lambda: shown_as),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
         # a row's blocks depend on its chunk

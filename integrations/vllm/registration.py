@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,11 @@ if TYPE_CHECKING:
     from flexmask.integrations.serving.options import RequestOptions
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
-CPU_VARIABLE = "FLEXMASK_VLLM_CPU"
 _log = logging.getLogger("vllm.flexmask")
 
 
 def register() -> None:
-    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each of its processes, of whatever release.
-
-    FLEXMASK_VLLM_CPU=1 overrides the CPU backends, where vLLM ignores the choice.
-    """
+    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each process, of whatever release."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
@@ -32,9 +27,6 @@ def register() -> None:
         _log.warning("flexmask: attention backend CUSTOM is taken by %s and stays so", custom.get_path())
     else:
         register_backend(custom, path)
-    if os.environ.get(CPU_VARIABLE) == "1":
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{_BACKENDS}.SparseCPUAttention")
-        register_backend(AttentionBackendEnum.CPU_MLA, f"{_BACKENDS}.SparseCPULatentAttention")
     read_requests()
 
 
@@ -62,7 +54,7 @@ def read_requests() -> None:
     def process_inputs(stock: Any, processor: Any, *arguments: Any, **options: Any) -> Any:
         request = stock(processor, *arguments, **options)
         params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
-        if getattr(config.attention_config.backend, "name", None) != "CUSTOM" and os.environ.get(CPU_VARIABLE) != "1":
+        if not is_ours(config):
             return request
         from flexmask.integrations.serving.options import prefix_key
 
@@ -74,6 +66,11 @@ def read_requests() -> None:
         return request
 
     wrap_once(InputProcessor, "process_inputs", process_inputs)
+
+
+def is_ours(vllm_config: Any) -> bool:
+    """True for a server that runs our backend."""
+    return getattr(vllm_config.attention_config.backend, "name", None) == "CUSTOM"
 
 
 def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from tests.serving import programs
 from tests.serving.programs import FAULT, QUESTIONS, plan_one_token_off, prompt
 from tests.vllm import random_models
-from tests.vllm.engines import ENGINES, LATENT, LATENT_ON_CUDA, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
+from tests.vllm.engines import CPU_PLUGIN, ENGINES, LATENT, LATENT_ON_CUDA, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
 # vLLM's processes import this module, under another name
 if os.environ.get(FAULT):
@@ -25,6 +25,8 @@ def main(name: str, *device_and_out: str) -> None:
     options = engine.options
     environment, given = on_cuda(options, engine.kernel) if device == ["cuda"] else on_cpu(options)
     os.environ.update(environment)
+    if "PYTHONPATH" in environment:
+        sys.path.insert(0, CPU_PLUGIN)
     if engine.ranks == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from torch._dynamo.utils import counters

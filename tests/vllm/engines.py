@@ -1,9 +1,11 @@
 """The engines that tests start: options, models, environment and arguments of vLLM."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.repository import ROOT
 from tests.serving.programs import CHOSEN, ENGINE_ENVIRONMENT, QUESTIONS
 from tests.vllm import random_models
 
@@ -15,6 +17,9 @@ ENVIRONMENT = {
     # else a core is set aside
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+# of processes that find the plug-in for CPUs
+CPU_PLUGIN = str(ROOT / "tests/vllm/cpu_plugin")
+PYTHONPATH = os.pathsep.join([CPU_PLUGIN, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 ON_CUDA = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -166,7 +171,7 @@ ENGINES = {
 
 def on_cpu(options):
     """In float32, eager."""
-    environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1"}
+    environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "PYTHONPATH": PYTHONPATH}
     return environment, {"dtype": "float32", "enforce_eager": True}
 
 

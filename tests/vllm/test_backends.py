@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from flexmask.integrations.vllm import backends
 from flexmask.integrations.vllm.registration import register
 from flexmask.integrations.vllm.versions import interface_faults
+from tests.vllm.cpu_plugin import flexmask_vllm_cpu
 
 NAMES = [f"Sparse{kind}Attention" for kind in ("Flash", "Triton", "CPU", "TritonLatent", "CPULatent")]
 
@@ -33,7 +34,7 @@ def overrides():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vllm_finds_each_class_by_the_path_it_tells_with_the_promises_it_can_keep(name):
-    backend = getattr(backends, name)
+    backend = getattr(flexmask_vllm_cpu if "CPU" in name else backends, name)
     module, qualname = backend.full_cls_name()
     assert getattr(importlib.import_module(module), qualname) is backend
     assert backend.get_name() in AttentionBackendEnum.__members__
@@ -59,16 +60,11 @@ def test_vllm_finds_each_class_by_the_path_it_tells_with_the_promises_it_can_kee
     assert derived is not derived.flexmask_own is builder
 
 
-def test_registration_names_custom_unless_it_is_taken_and_nothing_else(overrides, monkeypatch):
-    monkeypatch.delenv("FLEXMASK_VLLM_CPU", raising=False)
+def test_registration_names_custom_unless_it_is_taken_and_nothing_else(overrides):
     register()
     register()
     assert [each.name for each in AttentionBackendEnum if each.is_overridden()] == ["CUSTOM"]
     assert AttentionBackendEnum.CUSTOM.get_class() is backends.SparseFlashAttention
-    monkeypatch.setenv("FLEXMASK_VLLM_CPU", "1")
-    register()
-    assert AttentionBackendEnum.CPU_ATTN.get_class() is backends.SparseCPUAttention
-    assert AttentionBackendEnum.CPU_MLA.get_class() is backends.SparseCPULatentAttention
     with pytest.raises(AttributeError, match="no_such"):
         _ = backends.no_such
     # another plug-in's stays

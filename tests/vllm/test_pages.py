@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, gathered_on_cpu, in_fp8, order_of_cache
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
+from tests.vllm.cpu_plugin.flexmask_vllm_cpu import gathered_on_cpu, order_of_cache
 
 PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
 TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)

@@ -23,7 +23,6 @@ def read(monkeypatch):
     def make(self, extra_args, cache_salt=None):
         return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args), cache_salt=cache_salt)
 
-    monkeypatch.delenv("FLEXMASK_VLLM_CPU", raising=False)
     monkeypatch.setattr(InputProcessor, "process_inputs", make)
     for _ in range(2):  # plug-ins may be loaded again
         read_requests()

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from tests.repository import ROOT
 from tests.serving.programs import prompt
-from tests.vllm.engines import ENVIRONMENT, KEEP_ALL, MODEL, MOST_TOKENS, PAGE
+from tests.vllm.engines import ENVIRONMENT, KEEP_ALL, MODEL, MOST_TOKENS, PAGE, PYTHONPATH
 
 openai = pytest.importorskip("openai")  # vLLM brings it
 NEAR = 1e-3
@@ -32,7 +32,7 @@ def started(options, log, **environment):
     given |= {"host": "127.0.0.1", "max-logprobs": 8, "max-num-seqs": 8, "additional-config": json.dumps({"flexmask": options})}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--enforce-eager"]
     command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]
-    environment |= {**os.environ, **ENVIRONMENT, "FLEXMASK_VLLM_CPU": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHONPATH}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True
