@@ -10,7 +10,7 @@ import typer
 
 from flexmask.commands import PROBLEM
 from flexmask.commands.loading import chosen_device, chosen_dtype, load_config, tokenizer_problem
-from flexmask.commands.options import Common, Model, model_named, with_common
+from flexmask.commands.options import Common, with_common
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 @with_common
 def doctor(
     common: Common,
-    named: Annotated[
+    model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Also show the plan of each layer of this model.", show_default=False)
     ] = None,
-    model: Model = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,
     whole: Annotated[
         bool | None,
@@ -40,13 +39,12 @@ def doctor(
 
     Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
     its mask, and masks with those of a CPU. With --self-test it also times attention, and prints all of it to paste into an
-    issue. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With --model it also shows the plan of each
+    issue. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With a MODEL it also shows the plan of each
     layer (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
     output = Output(common.as_json)
-    model = None if named is None and model is None else model_named(named, model)
     with output.progress("loading torch"):
         from flexmask.environment import backends, device_name, problems, versions
     # of a model over several devices: the first
@@ -69,7 +67,7 @@ def doctor(
         bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
-        with common.errors("--model"):
+        with common.errors():
             plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
         about["tokenizer"] = tokenizer_problem(str(model), config)
         document["model"], document["layers"] = about, [layer._asdict() for layer in plan]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from flexmask.commands.loading import load_model, prompt_ids, read_text
-from flexmask.commands.options import Common, Model, Named, model_named, with_common
+from flexmask.commands.options import Common, Model, with_common
 from flexmask.commands.output import Output
 
 LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
@@ -16,9 +16,8 @@ LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
 @with_common
 def gain(
     common: Common,
+    model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],
-    named: Named = None,
-    model: Model = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes of prefills: slow machines take fewer, or refuse.")] = 10,
 ) -> None:
     """Measure what sparse prefill gains on this machine, and its error.
@@ -26,13 +25,13 @@ def gain(
     Prefills the prompt with the model's own attention and sparse, in turns. Take a prompt of the kind and length that the model
     will read: both decide the gain.
     """
-    output, name = Output(common.as_json), model_named(named, model)
+    output = Output(common.as_json)
     chosen, text = common.prefill_settings(), read_text(prompt, output)
-    loaded, tokenizer = load_model(name, output, common.device, common.dtype, "MODEL")
-    ids = prompt_ids(loaded, tokenizer, text)
+    loaded, tokenizer = load_model(model, output, common.device, common.dtype)
+    ids, settings = prompt_ids(loaded, tokenizer, text), common.settings_of(loaded.config.get_text_config(), chosen)
     from flexmask.commands.gain_model import of_prompt
 
-    document = {"model": name, **of_prompt(loaded, ids, chosen, minutes, output)}
+    document = {"model": model, **of_prompt(loaded, ids, settings, minutes, output)}
     document["gains"] = document["ratio"] is not None and document["ratios"][0] >= LEAST_GAIN
     document["verdict"] = verdict(document)
     _show(output, document)

@@ -16,12 +16,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from flexmask.commands.loading import remark_if_short
-from flexmask.commands.options import CommandError, option_errors
+from flexmask.commands.options import CommandError
 from flexmask.commands.output import Advance, Output
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface import sparse_prefill
-from flexmask.integrations.huggingface.model_config import settings_for
-from flexmask.settings import Named, PrefillSettings
+from flexmask.settings import PrefillSettings
 
 ROUNDS = 3  # timed prefills of each, in turns: a slow moment of the machine then meets both
 MOST_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
@@ -29,15 +28,11 @@ _NOT_TIMED = {"low_heads": None, "density": 1.0, "ratio": None, "error": None}
 _AT_ONCE = 256  # log-probabilities at a time in float32
 
 
-def of_prompt(model: PreTrainedModel, ids: Tensor, chosen: Named | None, minutes: float, output: Output) -> dict[str, Any]:
+def of_prompt(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, minutes: float, output: Output) -> dict[str, Any]:
     """Density, error and times of one prompt, (1, length).
 
-    `chosen` settings, else those in the config, else the defaults; checked for the model. Rounds that would take more than the
-    minutes are left out; if one would, the prompt is refused.
+    Rounds that would take more than the minutes are left out; if one would, the prompt is refused.
     """
-    with option_errors("--method", "--gamma", "--min-budget", "--dense-below", otherwise="--option"):
-        settings = settings_for(model.config.get_text_config(), chosen)
-        settings.check_model(model.config.get_text_config())
     ids, length, layers = ids.to(model.device), ids.shape[1], len({layer.layer_idx for layer in _layers(model)})
     too_short = settings.call_options.policy.by_size(length, length)
     if too_short:

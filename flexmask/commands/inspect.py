@@ -9,17 +9,16 @@ from typing import Annotated
 import typer
 
 from flexmask.commands.loading import load_model, prompt_ids, read_text, remark_if_short
-from flexmask.commands.options import Common, Model, Named, model_named, needs, option_errors, usage_error, with_common
+from flexmask.commands.options import Common, Model, needs, option_errors, usage_error, with_common
 from flexmask.commands.output import Output
 
 
 @with_common
 def inspect(
     common: Common,
+    model: Model,
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write, as report.html.")],
-    named: Named = None,
-    model: Model = None,
     heads: Annotated[
         str | None, typer.Option(help="Heads to show masks of, LAYER:HEAD, as in 0:3,5:1. Default: a few by density.")
     ] = None,
@@ -29,7 +28,7 @@ def inspect(
     The report is one HTML page that loads nothing from elsewhere. It shows the density of every head and the attention that the
     masks hold by position. For a few heads it draws the mask over the true attention. 'flexmask gain' measures times.
     """
-    output, name = Output(common.as_json), model_named(named, model)
+    output = Output(common.as_json)
     try:
         import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
@@ -41,21 +40,19 @@ def inspect(
     text = read_text(prompt, output)
     if out.is_dir():
         usage_error(f"{out} is a folder", "--out")
-    loaded, tokenizer = load_model(name, output, common.device, common.dtype)
+    loaded, tokenizer = load_model(model, output, common.device, common.dtype)
     ids = prompt_ids(loaded, tokenizer, text)
 
     from flexmask.commands.gain_model import by_layer
-    from flexmask.integrations.huggingface.model_config import settings_for
     from flexmask.integrations.inspect import inspect_prefill, write_report
 
-    with common.errors("--model"):
-        settings = settings_for(loaded.config.get_text_config(), chosen)
+    settings = common.settings_of(loaded.config.get_text_config(), chosen)
     remark_if_short(output, settings, ids.shape[1])
     what = f"two prefills of {ids.shape[1]:,} tokens"
     with output.progress(what) as advance, by_layer(loaded, 2, advance), option_errors("--heads"):
         inspection = inspect_prefill(loaded, ids, None, settings, heads=pairs)
     with output.progress("drawing"):
-        page = write_report(inspection, out, model=name, prompt=tokenizer.decode(ids[0]))
+        page = write_report(inspection, out, model=model, prompt=tokenizer.decode(ids[0]))
     output.line(str(inspection.run.summary()))
     for head in inspection.heads:
         output.line(f"layer {head.layer}, head {head.head} ({head.why}): {head.attention_kept:.1%} of its attention kept")

@@ -24,19 +24,17 @@ _HUB_SECONDS = 10.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def load_config(model: str, option: str = "--model") -> Any:
-    model, local, auto = _located(model, option)
+def load_config(model: str) -> Any:
+    model, local, auto = _located(model)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local, trust_remote_code=False)
     except Exception as error:  # of whatever reads the file
         raise _not_a_model(model, error) from error
 
 
-def load_model(
-    model: str, output: Output, device: str | None = None, dtype: str | None = None, option: str = "--model"
-) -> tuple[PreTrainedModel, Any]:
+def load_model(model: str, output: Output, device: str | None = None, dtype: str | None = None) -> tuple[PreTrainedModel, Any]:
     """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
-    model, local, auto = _located(model, option)
+    model, local, auto = _located(model)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
     # releases before 4.56 have the older name
@@ -46,7 +44,7 @@ def load_model(
     # own code would be asked for on stdout; other shapes raise an error that leaves out the names
     how = {"trust_remote_code": False, "local_files_only": local}
     with output.progress(f"loading {model}"):
-        load_config(model, option)  # first: its errors say more
+        load_config(model)  # first: its errors say more
         try:
             tokenizer = auto.AutoTokenizer.from_pretrained(model, **how)
             loaded, found = auto.AutoModelForCausalLM.from_pretrained(
@@ -79,7 +77,7 @@ def _listed(keys: Sequence[str], most: int = 3) -> str:
 
 def tokenizer_problem(model: str, config: Any) -> str | None:
     """A line on a tokenizer with more tokens than the model of a config embeds; None also without a tokenizer at hand."""
-    model, _, auto = _located(model, "--model")
+    model, _, auto = _located(model)
     try:
         tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         last, rows = max(tokenizer.get_vocab().values()), int(config.get_text_config().vocab_size)
@@ -115,7 +113,8 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
     import torch
 
     if dtype is None:
-        return torch.float32 if device.startswith("cpu") else torch.bfloat16
+        on_cpu = device.startswith("cpu") or (device == "auto" and not torch.cuda.is_available())
+        return torch.float32 if on_cpu else torch.bfloat16
     if dtype not in DTYPES:
         usage_error(f"must be one of {', '.join(DTYPES)}; got {dtype!r}", "--dtype")
     return getattr(torch, dtype)
@@ -161,19 +160,18 @@ def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
     return ids
 
 
-def _located(model: str, option: str) -> tuple[str, bool, Any]:
+def _located(model: str) -> tuple[str, bool, Any]:
     """A model's path or name, True for a folder, which is read without network, and transformers."""
-    # a shell leaves ~ in --model=~/folder
     model = os.path.expanduser(model)
     path = Path(model)
     is_local = path.is_dir()
     if is_local and not (path / "config.json").is_file():
-        usage_error(f"{model} is not a model: it has no config.json", option)
+        usage_error(f"{model} is not a model: it has no config.json", "MODEL")
     if not is_local:
         # a name on the hub is one word, or owner/name
         in_a_folder = "/" in model and path.parent.is_dir()
         if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
-            usage_error(f"no folder {model}", option)
+            usage_error(f"no folder {model}", "MODEL")
     try:
         if not is_local:
             _check_on_hub(model)

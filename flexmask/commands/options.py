@@ -16,10 +16,9 @@ from flexmask.commands import MISSING, PROBLEM
 
 if TYPE_CHECKING:
     from flexmask.settings import Named as NamedSettings
+    from flexmask.settings import PrefillSettings
 
-_MODEL = "Folder of a transformers model, or its name on the hub."
-Named = Annotated[str | None, typer.Argument(metavar="MODEL", help=_MODEL, show_default=False)]
-Model = Annotated[str | None, typer.Option("--model", "-m", metavar="MODEL", help="The same, as an option.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a transformers model, or its name on the hub.")]
 _FLAGS = ("method", "gamma", "min_budget", "dense_below")
 
 
@@ -131,10 +130,19 @@ class Common(NamedTuple):
                 raise
         return keywords if self.settings is None else whole
 
-    def errors(self, otherwise: str = "--settings") -> contextlib.AbstractContextManager[None]:
-        """`option_errors` of settings; a flag that was not given is not to blame."""
+    def settings_of(self, config: Any, chosen: NamedSettings | None) -> PrefillSettings:
+        """The settings for a text model's config: `chosen`, else its own, else the defaults; checked for its layers and heads."""
+        from flexmask.integrations.huggingface.model_config import settings_for
+
+        with self.errors():
+            settings = settings_for(config, chosen)
+            settings.check_model(config)
+            return settings
+
+    def errors(self) -> contextlib.AbstractContextManager[None]:
+        """`option_errors` of settings, which blame what was given: a flag, options, the file, else the model's own settings."""
         flags = (f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(self, name) is not None)
-        return option_errors(*flags, otherwise="--option" if self.option else otherwise)
+        return option_errors(*flags, otherwise="--option" if self.option else "--settings" if self.settings else "MODEL")
 
 
 def with_common(command: Callable[..., None]) -> Callable[..., None]:
@@ -152,16 +160,6 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     )
     run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]  # read by inspect
     return run
-
-
-def model_named(named: str | None, model: str | None) -> str:
-    """The model of a command, which takes it as its argument or as --model."""
-    if named is not None and model is not None:
-        usage_error("give the model once", "--model")
-    chosen = model if named is None else named
-    if chosen is None:
-        usage_error("give a model: its folder, or its name on the hub", "MODEL")
-    return chosen
 
 
 def _parsed(value: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 import flexmask.environment as environment
 import flexmask.self_test as self_test
 from flexmask import commands
+from flexmask.flex import backend
 from flexmask.flex.backend import Backend
 from flexmask.flex.flash_check import FlashCall, Verdict
 from tests.repository import ROOT
@@ -104,7 +105,8 @@ def test_releases_of_torch_and_surroundings_with_problems_are_known(flexmask, mo
     if isinstance(value, str):
         monkeypatch.setenv(name, value)
     else:
-        monkeypatch.setattr(environment, name, value)
+        for module in (environment, backend):
+            monkeypatch.setattr(module, name, value, raising=False)
     found = [each for each in environment.problems("cpu") if what in each.what]
     assert len(found) == 1
     code = commands.PROBLEM if found[0].severity == "error" else 0
@@ -142,7 +144,7 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
 
 
 def test_layers_are_planned_from_the_config(flexmask, config):
-    words = ("doctor", "--skip-self-test", "--model", config, "--device", "cpu", "--option", "dense_layers=[1]")
+    words = ("doctor", "--skip-self-test", config, "--device", "cpu", "--option", "dense_layers=[1]")
     found = flexmask(*words, "--json").json
     assert [each["plan"] for each in found["layers"]] == ["sparse", "dense", "sparse"]
     assert [each["reason"] for each in found["layers"]] == ["", "in dense_layers", ""]
@@ -150,7 +152,7 @@ def test_layers_are_planned_from_the_config(flexmask, config):
     short = flexmask(*words, "--tokens", 500, "--json").json
     assert {each["reason"] for each in short["layers"]} == {"500 tokens < dense_below 16384"}
     assert "2  " in flexmask(*words).stdout
-    assert flexmask(*words, "--option", "dense_layers=[7]", code=2)
+    assert "'--option': dense_layers must hold layer indices" in flexmask(*words[:-1], "dense_layers=[7]", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_layers_are_planned_from_the_config(flexmask, config):
 def test_refused_models_exit_with_a_problem(flexmask, tmp_path, config, said):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    result = flexmask("doctor", "--skip-self-test", "--model", tmp_path, code=commands.PROBLEM)
+    result = flexmask("doctor", "--skip-self-test", tmp_path, code=commands.PROBLEM)
     assert "is refused: " in result.stdout
     assert said in result.stdout
 
@@ -197,7 +199,7 @@ def test_a_missing_or_foreign_transformers_is_a_problem_only_with_a_model(flexma
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "warning: transformers is missing" in flexmask("doctor", "--skip-self-test").stdout
-    result = flexmask("doctor", "--skip-self-test", "--model", folder, code=commands.MISSING)
+    result = flexmask("doctor", "--skip-self-test", folder, code=commands.MISSING)
     assert result.stderr.splitlines()[1:] == ["flexmask: this command needs transformers: pip install 'flexmask[hf]'"]
 
 

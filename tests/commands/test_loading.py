@@ -190,3 +190,9 @@ def test_options_go_over_those_saved_in_the_model(flexmask, path):
     # an option of the saved method
     assert flexmask(*words, "--option", "tau=0.1").json["ok"]
     assert flexmask(*words, "--method", "hybrid").json["ok"]
+
+
+def test_a_placement_by_transformers_has_the_dtype_of_its_device(monkeypatch):
+    for has_gpu, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert loading.chosen_dtype(None, "auto") == dtype

@@ -11,10 +11,9 @@ from flexmask import commands
 
 
 @pytest.mark.parametrize("words", ["doctor", "gain --prompt {}", "inspect --prompt {} --out x"])
-def test_the_model_may_be_an_argument_or_an_option(flexmask, prompt, words):
-    for given in ("nowhere/at/all", "--model nowhere/at/all"):
-        said = flexmask(*f"{words} {given}".format(prompt).split(), code=2).stderr
-        assert "no folder nowhere/at/all" in said
+def test_a_folder_that_is_not_there_is_refused(flexmask, prompt, words):
+    said = flexmask(*f"{words} nowhere/at/all".format(prompt).split(), code=2).stderr
+    assert "'MODEL': no folder nowhere/at/all" in said
 
 
 def test_a_mistyped_name_asks_the_hub_once(flexmask, prompt, monkeypatch):
@@ -32,7 +31,7 @@ def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
         if path.suffix != ".safetensors":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
-    result = flexmask("gain", "--model", tmp_path, "--prompt", prompt, code=commands.PROBLEM)
+    result = flexmask("gain", tmp_path, "--prompt", prompt, code=commands.PROBLEM)
     loading, error = result.stderr.splitlines()
     assert (loading, error.startswith(f"flexmask: cannot load {tmp_path}: ")) == (f"loading {tmp_path}", True)
 
@@ -49,7 +48,7 @@ SPARSE = ("--dense-below", 0, "--option", "block_size=32")
 
 def test_short_prompt_runs_dense_and_says_so(flexmask, folder, prompt, tmp_path):
     out = tmp_path / "new" / "report.html"
-    result = flexmask("inspect", "--model", folder, "--prompt", prompt, "--out", out)
+    result = flexmask("inspect", folder, "--prompt", prompt, "--out", out)
     said = result.stdout
     assert "530 tokens < dense_below" in said
     assert "530 tokens < dense_below 16,384: the prompt runs dense" in result.stderr.partition("report:")[0]

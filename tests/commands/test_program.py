@@ -58,7 +58,7 @@ def test_characters_that_stdout_lacks_are_escaped():
     assert python("-c", code, "--version", PYTHONIOENCODING="ascii").endswith("\n|\\u0394|\n")
 
 
-INSPECT = "inspect --model {folder} --prompt {prompt} --out {out}"
+INSPECT = "inspect {folder} --prompt {prompt} --out {out}"
 REFUSED = [
     ("nothing", "No such command 'nothing'"),
     ("doctor --device nowhere", "'--device': no such device"),
@@ -79,16 +79,22 @@ REFUSED = [
         "'--method': method cannot override 'hybrid' in {drawn}, whose gamma",
     ),
     ("gain {folder}", "Missing option '--prompt'"),
-    ("gain --prompt {prompt}", "'MODEL': give a model: its folder, or its name on the hub"),
-    ("gain x --model x --prompt {prompt}", "'--model': give the model once"),
-    ("gain --model x --prompt x --gama 1", "--gama"),
-    ("gain {folder} --prompt {prompt} --option dense_layers=[9]", "'--option': dense_layers must hold layer indices below 2"),
+    ("gain --prompt {prompt}", "Missing argument 'MODEL'"),
+    ("gain x --prompt x --gama 1", "--gama"),
+    *(
+        (f"{command} --option dense_layers=[9]", "'--option': dense_layers must hold layer indices below 2")
+        for command in ("gain {folder} --prompt {prompt}", INSPECT)
+    ),
+    *(
+        (f"{command} --settings {{ninth}}", "'--settings': dense_layers must hold layer indices below 2")
+        for command in ("gain {folder} --prompt {prompt}", INSPECT)
+    ),
     ("gain {empty} --prompt {prompt}", "is not a model: it has no config.json"),
     ("gain {folder} --prompt {empty}/none.txt", "none.txt: No such file"),
     ("gain {folder} --prompt {blank}", "'--prompt': {blank} is empty"),
     ("gain {folder} --prompt {binary}", "not UTF-8 text"),
     ("gain {folder} --prompt {one}", "'--prompt': must hold at least two tokens; got 1"),
-    ("inspect --model {folder} --prompt {one} --out {out}", "'--prompt': must hold at least two tokens; got 1"),
+    ("inspect {folder} --prompt {one} --out {out}", "'--prompt': must hold at least two tokens; got 1"),
     (f"{INSPECT} --heads 0", "'--heads': must be LAYER:HEAD pairs, as in 0:3,5:1; got '0'"),
     (f"{INSPECT} --heads 7:0", "'--heads': heads must be pairs of a layer and a head that ran sparse; got (7, 0)"),
     (f"{INSPECT} --out {{empty}}", "is a folder"),
@@ -99,6 +105,7 @@ REFUSED = [
 def places(tmp_path, request):
     """Paths by name; a model and a prompt where transformers is installed."""
     contents = {"blank": b" \n", "binary": b"\xff\xfe\x00", "list": b"[]", "number": b'{"gamma": 3}'}
+    contents["ninth"] = b'{"dense_layers": [9]}'
     contents["drawn"] = b'{"gamma": 0.5}'
     contents["one"] = b"w1"
     contents["heads"] = b'{"layers": {"3": {"gamma": [0.5, 0.9]}}}'
