@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from flexmask.integrations.huggingface.model_config import configure as configure
-    from flexmask.integrations.huggingface.prefill import sparse_prefill as sparse_prefill
-    from flexmask.integrations.huggingface.registration import register as register
-    from flexmask.integrations.inspect import inspect_prefill as inspect_prefill
-    from flexmask.integrations.record import PrefillRun as PrefillRun
-    from flexmask.settings import PrefillSettings as PrefillSettings
+from flexmask.integrations.huggingface.model_config import configure
+from flexmask.integrations.huggingface.prefill import sparse_prefill
+from flexmask.integrations.huggingface.registration import register
+from flexmask.integrations.record import PrefillRun
+from flexmask.settings import PrefillSettings
 
-# imported on first use: these folders import modules of this one
-_MODULES = {
-    "PrefillRun": "integrations.record",
-    "PrefillSettings": "settings",
-    "configure": "integrations.huggingface.model_config",
-    "inspect_prefill": "integrations.inspect",
-    "register": "integrations.huggingface.registration",
-    "sparse_prefill": "integrations.huggingface.prefill",
-}
-__all__ = list(_MODULES)
+if TYPE_CHECKING:
+    from flexmask.integrations.inspect import inspect_prefill
+
+__all__ = ["PrefillRun", "PrefillSettings", "configure", "inspect_prefill", "register", "sparse_prefill"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name != "inspect_prefill":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"flexmask.{_MODULES[name]}"), name)
+    # its folder imports modules of this one
+    from flexmask.integrations.inspect import inspect_prefill
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return inspect_prefill

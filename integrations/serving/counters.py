@@ -44,7 +44,7 @@ class Counters:
         """Count from zero; the exported metric goes on."""
         with self._lock:
             self.steps = self.sparse_tokens = self.dense_tokens = self._pairs = 0
-            self._kept_pairs, self._counts = 0.0, {}
+            self._kept_pairs, self._counts, self._heads = 0.0, {}, {}
 
     def add_step(self, sparse: int, dense: int) -> None:
         """Count a step's prefill tokens; call it once per step."""
@@ -109,15 +109,17 @@ class Counters:
         """Log the report now if `log_to` was called; the first time that heads keep little also these."""
         if self._logger is None:
             return
-        self._logged, self._looks_next = time.monotonic(), True
+        self._logged = time.monotonic()
         self._logger.info("%s", self.report())
-        low = self.low_heads()
+        low = None if "heads" in self._warned else self.low_heads()
         if low is not None:
             self._warn_once("heads", f"flexmask: {low}")
+        self._looks_next = "heads" not in self._warned
 
     def low_heads(self) -> str | None:
         """The heads that keep little, as in the summary of a run; None without any. Waits for the device."""
-        return summary_of(self._heads, "", 0, 0, 0, 0).warning
+        with self._lock:
+            return summary_of(self._heads, "", 0, 0, 0, 0).warning
 
     def warn_once(self, reason: str) -> None:
         """Log why prompts that may run sparse run stock, once per reason."""

@@ -68,9 +68,12 @@ class SparseLayer(LayerShape):
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
         """The same with one gamma for all heads, which compiles nothing; None: as it is."""
-        if gamma is None:
-            return self
-        return replace(self, selector=self.selector.with_options(gamma=gamma))
+        return self if gamma is None else _with_gamma(self, gamma)
+
+
+@functools.lru_cache(maxsize=1024)  # layers and gammas of recent requests: a new object would compute its kind again in each step
+def _with_gamma(layer: SparseLayer, gamma: float) -> SparseLayer:
+    return replace(layer, selector=layer.selector.with_options(gamma=gamma))
 
 
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:

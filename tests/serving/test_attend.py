@@ -71,6 +71,7 @@ def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
         given = chunk(150)
         shared = attend_chunk(layer, *given, statistics=("density",), plans=plans).stats
         assert torch.equal(shared.density, attend_chunk(layer, *given, statistics=("density",)).stats.density)
+    assert layers[0].with_gamma(0.5) is layers[0].with_gamma(0.5)  # its kind is computed once
     assert len(plans) == 2
     assert len(made) == 2 + 6  # those shared, and one for each call without
 

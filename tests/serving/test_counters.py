@@ -97,6 +97,9 @@ def test_heads_that_keep_little_are_named_once_for_all_layers(caplog):
     assert caplog.messages == [
         "flexmask: heads that keep less than 25% of some rows' attention: layer 2 head 1 11%, layer 3 head 0 20%"
     ]
+    # nothing is left to tell
+    counters.add_step(70, 0)
+    assert counters.statistics == ()
 
 
 def test_heads_are_looked_at_in_the_first_sparse_step_after_a_log():
