@@ -13,32 +13,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from flexmask import _torch, flexprefill_mask, sparse_attention, sparse_attention_varlen
 from tests.attention_calls import flexprefill_attention
 from tests.cases import mask_function
-from tests.comparisons import assert_same_stats
 from tests.compile_support import KEY, PADDING, QUERY, SPARSE, assert_same_lists, cut, dense_under, lists_of, traced
 from tests.compile_support import fresh_compiler as fresh_compiler
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "padded window": {"attention_mask": PADDING, "window": 200, "softcap": 20.0, "scale": 0.2},
-    "other rules": {"query_aware": "per_query", "pattern_queries": "middle", "max_budget": 128},
-    "everything kept": {"gamma": 1.0, "tau": 0},
-    "hybrid": {"method": "hybrid", "gamma": 0.9, "min_coverage": 0.5},
-    "published": {"method": "published"},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_mask_and_statistics_are_traced_whole(options):
-    query, key = (x[:, :, :576].contiguous() for x in (QUERY, KEY))
-    options = {**SPARSE, **options, "return_stats": True}
-    make = mask_function(options.pop("method", "flexprefill"))
-    if "attention_mask" in options:
-        options["attention_mask"] = options["attention_mask"][:, :576]
-
-    run, counter = traced(lambda query, key: make(query, key, **options))
-    (mask, stats), (expected, expected_stats) = run(query, key), make(query, key, **options)
-    assert_same_lists(mask, expected)
-    assert_same_stats(stats, expected_stats)
-    assert counter.frame_count == 1
 
 
 @pytest.mark.attention

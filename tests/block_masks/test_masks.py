@@ -18,7 +18,7 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import call, padding
 from tests.block_masks.definitions import MASKS, SPARSE, TESTED, all_masks, mask_of
-from tests.comparisons import assert_honest, assert_one_list, assert_same_attention
+from tests.comparisons import assert_honest, assert_one_list, assert_same_attention, assert_same_stats
 from tests.compile_support import assert_same_lists, lists_of, traced
 from tests.expected import visible_pairs
 
@@ -37,8 +37,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window of one token": {"q_len": 100, "scores": {"window": 1}},
     "offset": {"q_len": 100, "kv_len": 400, "q_offset": 65},
     "offsets by batch row": {
-        "batch": 3, "q_len": 64, "kv_len": 300, "scores": {"window": 90}, "q_offset": torch.tensor([0, 50, 236]),
-        "attention_mask": padding(300, ("left", 42), ("left", 85), ("left", 128)),
+        "batch": 3, "q_len": 128, "kv_len": 300, "scores": {"window": 150, "softcap": 20.0, "scale": 0.2},
+        "q_offset": torch.tensor([50, 172, 100]), "attention_mask": padding(300, ("left", 42), ("left", 18), ("all", 0)),
     },
 }  # fmt: skip
 ON_GPU = ("whole", "offsets by batch row")  # one compilation each there
@@ -140,23 +140,24 @@ def test_no_value_is_read(name, setting):
     assert mask.shape == made(name, setting)[0].shape
 
 
-@all_masks
-def test_traces_whole(name):
+OTHER_RULES = [
+    {"tau": 0.3, "query_aware": "per_query", "pattern_queries": "middle", "max_budget": 64},
+    {"gamma": 1.0, "tau": 0.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in MASKS), *(("flexprefill", rules) for rules in OTHER_RULES)], ids=str
+)
+def test_traces_whole(name, options):
     case = case_of(FULLEST[name])
-    options = {"block_size": case.config.block_size, **case.keywords(), **SPARSE[name]}
+    options = {**SPARSE[name], **options, "block_size": case.config.block_size, **case.keywords(), "return_stats": True}
     torch._dynamo.reset()  # the function below would run out of recompilations
-    run, _ = traced(lambda query, key: MASKS[name](query, key, **options))
-    assert_same_lists(run(case.query, case.key), made(name, FULLEST[name])[0])
-
-
-@pytest.mark.parametrize("name", [name for name in MASKS if serves(name, "left padding")])
-def test_a_batch_row_that_is_all_padding_has_density_0(name):
-    case = case_of("left padding")
-    tokens = torch.ones(2, 256, dtype=torch.bool)
-    tokens[-1] = False
-    options = {"block_size": 32, "attention_mask": tokens, "return_stats": True}
-    stats = MASKS[name](case.query, case.key, **SPARSE[name], **options)[1]
-    assert (stats.density[-1] == 0).all() and (stats.density[:-1] > 0).all()
+    run, counter = traced(lambda query, key: MASKS[name](query, key, **options))
+    (mask, stats), (expected, expected_stats) = run(case.query, case.key), MASKS[name](case.query, case.key, **options)
+    assert_same_lists(mask, expected)
+    assert_same_stats(stats, expected_stats)
+    assert counter.frame_count == 1 and not stats.density.isnan().any()
 
 
 TOKENS, HEADS, HEAD_DIM = 131072, 16, 64
