@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 class Plain(Engine):
     """An engine with one layer of grouped-query attention."""
 
-    def __init__(self, layers=1, **options):
+    def __init__(self, num_layers=1, **options):
         super().__init__(ServingOptions(PrefillSettings(**options)), logging.getLogger("flexmask.tests"))
-        self.roles = {number: role_of_shape(SHAPE, number, self.options.settings) for number in range(layers)}
+        self.roles = {number: role_of_shape(SHAPE, number, self.options.settings) for number in range(num_layers)}
         self.cache = {}
 
     def forward(self, chunks, requested=()):
@@ -95,7 +95,7 @@ def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
 
 
 def test_the_first_sparse_layer_counts_for_all():
-    ours = Plain(layers=3, dense_below=0, dense_layers=[0])
+    ours = Plain(num_layers=3, dense_below=0, dense_layers=[0])
     plan = ours.plan([0, 300], [300])
     for role in ours.sparse_layers:
         ours.count(role, plan, is_sparse=True)
@@ -104,7 +104,7 @@ def test_the_first_sparse_layer_counts_for_all():
 
 def started(largest, **options):
     """An engine of three layers, one of them dense."""
-    ours = Plain(layers=3, dense_layers=[0], **options)
+    ours = Plain(num_layers=3, dense_layers=[0], **options)
     with torch.inference_mode():
         ours.start(largest, CPU, torch.float32, "STOCK")
     return ours
@@ -113,10 +113,20 @@ def started(largest, **options):
 @pytest.mark.attention
 def test_start_logs_the_roles_and_compiles(caplog):
     caplog.set_level("INFO", "flexmask.tests")
-    started((130, 400), **SPARSELY)
+    started((130, 400), **SPARSELY, layers={1: {"gamma": 0.3}})
     roles, compiled = (record.getMessage() for record in caplog.records if record.name == "flexmask.tests")
-    assert "2 of 3 attention layers prefill sparse" in roles and "STOCK serves all else" in roles
+    method = "(hybrid, gamma 0.2 to 0.3 by layer or head, min_budget 0, min_coverage 0.0)"
+    from_where = "from 0 tokens on, in chunks of at least 32 rows, "
+    assert roles.startswith(f"flexmask: 2 of 3 attention layers prefill sparse {method} {from_where}")
+    assert roles.endswith("; STOCK serves all else. Settings: defaults. Dense: 1 layers (in dense_layers).")
     assert compiled.startswith("flexmask: kernels compiled in ")
+
+
+def test_start_says_that_a_model_has_no_attention_layers(caplog):
+    caplog.set_level("INFO", "flexmask.tests")
+    Plain(num_layers=0).start((130, 400), CPU, torch.float32, "STOCK")
+    nothing = "flexmask runs dense: no attention layers found in this model; STOCK serves it. Settings: defaults."
+    assert caplog.messages == [nothing]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.layers import SparseLayer, role_of_shape
-from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.serving.startup import roles_line
 from flexmask.integrations.vllm.engine import layer_number, layer_reason, shape_of
 from flexmask.settings import PrefillSettings
 
@@ -105,18 +103,3 @@ def test_variants_differ_in_what_is_compiled_and_not_in_numbers():
     capped = role(0, PrefillSettings(**options), logits_soft_cap=30.0).variant
     assert variants[0] == variants[1]
     assert len({*variants, capped}) == 4
-
-
-def test_line_at_start_up():
-    settings = PrefillSettings(gamma=0.9, layers={1: {"gamma": 0.95}}, min_budget=300)
-    layers = [role(number, settings) for number in range(2)]
-    line = roles_line([*layers, "ALiBi", "ALiBi"], ServingOptions(settings, source="defaults"), "FLASH_ATTN_MLA", 513)
-    for part in (
-        "2 of 4 attention layers prefill sparse (hybrid, gamma 0.9 to 0.95 by layer or head, min_budget 300)",
-        "from 16384 tokens on, in chunks of at least 513 rows",
-        "FLASH_ATTN_MLA serves all else. Settings: defaults.",
-        "2 layers (ALiBi)",
-    ):
-        assert part in line
-    nothing = "flexmask runs dense: no attention layers found in this model; FLASH_ATTN serves it."
-    assert roles_line([], ServingOptions(settings), "FLASH_ATTN").startswith(nothing)
