@@ -247,9 +247,3 @@ def test_every_column_of_the_rows_is_explained():
         by_position = {column for column in columns if re.fullmatch(r"(density|abs_d|d_loss) \d+-\d+k", column)}
         assert columns - by_position <= explained, path.name
     assert all(f"{path.name.partition('-')[0]}-" in text for path in (ROOT / "bench/results").glob("*.jsonl"))
-
-
-def test_the_site_has_the_pictures_of_pages_in_and_outside_of_docs():
-    shown = {*SITE.pictures()}
-    assert {"bench/results/gain-and-price.png", "bench/results/fidelity-trained.png"} <= shown
-    assert all((ROOT / picture).is_file() for picture in shown)

@@ -28,14 +28,6 @@ def test_version_is_the_same_everywhere():
     assert re.search(r"^## (\d+\.\d+\.\d+)", text("CHANGELOG.md"), re.MULTILINE).group(1) == flexmask.__version__
 
 
-def test_the_software_itself_is_cited_and_flexprefill_beside_it():
-    citation = text("CITATION.cff")
-    own, _, references = citation.partition("\nreferences:\n")
-    assert "preferred-citation" not in citation and "type: software" in own and "hybrid" in own
-    described = re.search(r'^description = "(.*)"$', text("pyproject.toml"), re.M)[1]
-    assert "2502.20766" in references and "FlexPrefill's" not in described
-
-
 def test_table_of_versions_names_the_pins_and_the_oldest():
     table = text("docs/versions.md")
     for package in ("torch", "transformers", "triton"):
