@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import compilation, select
 from flexmask._torch import is_traced, recompile_limit
 from tests.cases import structured_inputs
+from tests.expected import masked_attention, pairs_under
 
 SPARSE: dict[str, Any] = {"gamma": 0.6, "block_size": 32, "min_budget": 0}
 
@@ -99,11 +99,8 @@ def traced(function: Callable[..., Any], backend: str = "eager", **options: Any)
 
 
 def dense_under(mask: BlockMask, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Dense attention under the mask written out; rows that see nothing give zero."""
-    batch, heads = mask.shape[:2]
-    pairs = create_mask(mask.mask_mod, batch, heads, query.shape[2], key.shape[2], device=query.device)
-    sees = pairs.any(-1, keepdim=True)
-    return torch.where(sees, F.scaled_dot_product_attention(query, key, value, attn_mask=pairs | ~sees, enable_gqa=True), 0.0)
+    """Dense attention under a mask written out, rounded to the query's dtype."""
+    return masked_attention(query, key, value, pairs_under(mask, query.shape[2], key.shape[2]))[0].to(query.dtype)
 
 
 def lists_of(mask: BlockMask) -> tuple[Tensor, ...]:

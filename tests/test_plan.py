@@ -8,6 +8,7 @@ import torch
 
 import flexmask
 from flexmask import plan, sparse_attention
+from tests.attention_calls import padding
 from tests.way import functions_before_the_method
 
 OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
@@ -19,16 +20,9 @@ def layer(q_len=129, kv_len=129, heads=4, kv_heads=2, batch=2, dim=16):
     return [torch.randn(batch, h, n, dim) for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))]
 
 
-def padding(kv_len):
-    mask = torch.ones(2, kv_len, dtype=torch.bool)
-    mask[0, :9] = False
-    mask[1, -5:] = False
-    return mask
-
-
 KINDS = {
     "plain": lambda n: {},
-    "padded": lambda n: {"attention_mask": padding(n)},
+    "padded": lambda n: {"attention_mask": padding(n, ("left", 9), ("right", 5))},
     "windowed": lambda n: {"window": 40},
     "in groups": lambda n: {"max_mask_bytes": 1},
     "capped": lambda n: {"softcap": 3.0, "scale": 0.3},

@@ -18,3 +18,9 @@ def written(tmp_path_factory):
         return found
 
     return run
+
+
+@pytest.fixture
+def run(written):
+    """What an engine of `engine_run` wrote, by its name."""
+    return lambda name: written("engine_run", name)

@@ -10,11 +10,6 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 
 @pytest.fixture
-def run(written):
-    return lambda name: written("engine_run", name)
-
-
-@pytest.fixture
 def adapter(written):
     return written("adapter_run")
 

@@ -8,11 +8,6 @@ from tests.serving.engine_tests import NEAR, assert_same_answers
 from tests.vllm.agreement import distance
 
 
-@pytest.fixture
-def run(written):
-    return lambda name: written("engine_run", name)
-
-
 def unscored(found):
     """Answers without what they say of the prompt."""
     return [{**each, "prompt_logprobs": []} for each in found]
