@@ -73,16 +73,9 @@ def test_a_call_is_served_as_the_check_of_its_kind_says(chosen, given, kind):
         chosen("flash", **given, verdict=WRONG)
 
 
-@pytest.fixture
-def in_eager(monkeypatch):
-    """The tensors of `chosen` count as plain ones."""
-    monkeypatch.setattr(flash, "in_dispatch_mode", lambda: False)
-
-
 DIRECT = {"plain": {}, "window": {"window": 100}, "chunk": {"kv_len": 300}, "both": {"window": 100, "kv_len": 300}}
 
 
-@pytest.mark.usefixtures("in_eager")
 @pytest.mark.parametrize("given", DIRECT.values(), ids=DIRECT)
 def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
     directly, through = PLAIN._replace(captures="window" in given, direct=True), PLAIN._replace(captures=bool(given))
@@ -101,11 +94,27 @@ def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
     assert chosen("auto", **given, direct=True, verdict=no_lse, return_lse=True) == right
 
 
-@pytest.mark.usefixtures("in_eager")
-@pytest.mark.parametrize("given", [{"softcap": 30.0}, {"padded": True}, {"head_dim": 256, "v_head_dim": 256}])
-def test_others_go_through_flex_attention(chosen, given):
-    assert chosen("flash", **given, direct=True) == Backend("flash", RIGHT.lse_factor)
-    assert [kind.direct for kind in chosen.asked] == [False]
+LATENT, WIDE = {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256, "v_head_dim": 128}
+HIDDEN_BY_THE_KERNEL = [{"has_sinks": True}, LATENT, {"head_dim": 64}]
+# also where the kernel's tile is smaller
+HIDDEN_BY_A_MASK_MOD = [
+    *({"softcap": 30.0}, {"padded": True}, {"offset": torch.zeros(1).int()}, {"needs_grad": True}),
+    *(WIDE, {**WIDE, "block_size": 64}, {**LATENT, "window": 3}, {"v_head_dim": 256}, {"block_size": 64}, {"block_size": 256}),
+]
+
+
+@pytest.mark.parametrize(
+    ("given", "direct"), [*((given, True) for given in HIDDEN_BY_THE_KERNEL), *((given, False) for given in HIDDEN_BY_A_MASK_MOD)]
+)
+def test_others_go_through_flex_attention(chosen, given, direct):
+    assert chosen("flash", **given, direct=True) == Backend("flash", RIGHT.lse_factor, direct)
+    assert [kind.direct for kind in chosen.asked] == [direct]
+
+
+@pytest.mark.parametrize("state", ["in_dispatch_mode", "is_traced"])
+def test_no_call_is_direct_where_tensors_are_not_plain(chosen, monkeypatch, state):
+    monkeypatch.setattr(flash, state, lambda: True)
+    assert not chosen("flash", direct=True).direct
 
 
 @pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])

@@ -16,9 +16,9 @@ from flexmask import method as method_module
 from flexmask import plan, plans, selector, sparse_attention, warmup
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import Choice, block_lists, listed_blocks
-from flexmask.flex import flash, flash_check
+from flexmask.flex import flash_check
 from flexmask.flex.backend import Backend
-from flexmask.flex.flash import flash_attention, needs_no_mask_mod
+from flexmask.flex.flash import flash_attention
 from flexmask.flex.flash_check import FlashCall, Verdict, check_flash
 from tests.attention_calls import SINKS, call
 from tests.comparisons import assert_same_attention
@@ -161,30 +161,6 @@ def test_only_what_the_kernel_cannot_read_is_copied(package):
     keys = it.key[:, :1].expand(-1, 2, -1, -1)
     expected = flash_attention(AttentionInputs(it.query, keys.contiguous(), it.value, 0.2), lists, 16)[0]
     assert read(it.query, keys, it.value) == [True, False, True]
-
-
-def inputs_of(head_dim=128, v_head_dim=None, **fields):
-    query, key = (torch.empty(1, 1, n, head_dim) for n in (4, 9))
-    return AttentionInputs(query, key, torch.empty(1, 1, 9, v_head_dim or head_dim), 1.0, **fields)
-
-
-def test_which_calls_need_no_mask_mod(monkeypatch):
-    latent = {"head_dim": 192, "v_head_dim": 128}
-    for given in ({}, {"window": 3}, {"sinks": SINKS}, latent, {"head_dim": 64}):
-        assert needs_no_mask_mod(inputs_of(**given), 128)
-    tensors = {"attention_mask": torch.ones(1, 9).bool(), "offset": torch.zeros(1).int()}
-    others = {**tensors, "softcap": 3.0, "needs_grad": True, "head_dim": 256}
-    for name, value in others.items():
-        assert not needs_no_mask_mod(inputs_of(**{name: value}), 128), name
-    assert not needs_no_mask_mod(inputs_of()._replace(value=None), 128)
-    assert not any(needs_no_mask_mod(inputs_of(), size) for size in (64, 256))
-    # the kernel's tile is smaller
-    assert not needs_no_mask_mod(inputs_of(256), 64)
-    assert not any(needs_no_mask_mod(inputs_of(**given), 128) for given in ({**latent, "window": 3}, {"v_head_dim": 256}))
-    with FakeTensorMode():
-        assert not needs_no_mask_mod(inputs_of(), 128)
-    monkeypatch.setattr(flash, "is_traced", lambda: True)
-    assert not needs_no_mask_mod(inputs_of(), 128)
 
 
 OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
