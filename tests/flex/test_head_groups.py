@@ -127,19 +127,21 @@ print(json.dumps(growth(*lengths)))
 """
 
 
+SLOW = pytest.mark.slow  # several seconds each, as the others
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count resident memory in other units")
 @pytest.mark.parametrize(
     "problem",
-    # several seconds each
     [
-        pytest.param(([16000, 16000], 16, "float32", {}, False, "flexprefill", 16, {}), marks=pytest.mark.slow),
         ([1024, 66000], 16, "float32", {"softcap": 20.0}, False, "flexprefill", 256, {"tau": 0.0}),
-        ([4096, 50000], 128, "bfloat16", {}, True, "flexprefill", 128, {"index_queries": "middle"}),
-        pytest.param(([1024, 60000], 256, "bfloat16", {}, True, "flexprefill", 16, {}), marks=pytest.mark.slow),
-        ([32768, 32768], 32, "float32", {}, False, "published", 256, {}),
         ([16000, 16000], 16, "float32", {}, False, "hybrid", 16, {}),
+        pytest.param(([16000, 16000], 16, "float32", {}, False, "flexprefill", 16, {}), marks=SLOW),
+        pytest.param(([4096, 50000], 128, "bfloat16", {}, True, "flexprefill", 128, {"index_queries": "middle"}), marks=SLOW),
+        pytest.param(([1024, 60000], 256, "bfloat16", {}, True, "flexprefill", 16, {}), marks=SLOW),
+        pytest.param(([32768, 32768], 32, "float32", {}, False, "published", 256, {}), marks=SLOW),
     ],
-    ids=["many blocks", "soft cap", "half precision, two subsets", "copied keys", "published", "hybrid"],
+    ids=["soft cap", "hybrid", "many blocks", "half precision, two subsets", "copied keys", "published"],
 )
 def test_a_mask_takes_no_more_on_a_cpu_than_it_is_counted_for(problem):
     # the least of up to three processes: torch's set-up counts as resident memory too
