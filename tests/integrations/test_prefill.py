@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
     assert torch.equal(run.stats[0][0].density, stats.density)
 
 
-@pytest.mark.parametrize(("layers", "number"), [({}, 1), ({1: {"gamma": 0.9}}, 2)], ids=str)
-def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, layers, number):
+@pytest.mark.parametrize(
+    ("layers", "number", "by_name"), [({}, 1, False), ({1: {"gamma": 0.9}}, 2, False), ({}, 1, True)], ids=str
+)
+def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, layers, number, by_name):
     made, run_alone = [], []
 
     def plan_call(*arguments):
@@ -48,7 +51,11 @@ def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, 
         return made[-1]
 
     planned = call.plan_call
-    with flexmask_hf.sparse_prefill(model, **SPARSE, layers=layers):
+    if by_name:
+        flexmask_hf.configure(model, **SPARSE, layers=layers)
+        flexmask_hf.register()
+        model.set_attn_implementation("flexmask")
+    with nullcontext() if by_name else flexmask_hf.sparse_prefill(model, **SPARSE, layers=layers):
         monkeypatch.setattr(call, "plan_call", plan_call)
         for mask in (None, padded(tokens), None):
             made.clear()
@@ -60,17 +67,6 @@ def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, 
             monkeypatch.undo()
             monkeypatch.setattr(call, "plan_call", plan_call)
     assert all(run_alone)
-
-
-def test_layers_by_name_share_a_plan(model, tokens, monkeypatch):
-    made, planned = [], call.plan_call
-    monkeypatch.setattr(call, "plan_call", lambda *arguments: made.append(planned(*arguments)) or made[-1])
-    flexmask_hf.configure(model, **SPARSE)
-    flexmask_hf.register()
-    model.set_attn_implementation("flexmask")
-    for _ in range(2):
-        model(tokens)
-    assert len(made) == 2
 
 
 @pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
