@@ -19,6 +19,7 @@ import subprocess
 from functools import cache
 from importlib.util import find_spec
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,10 +97,10 @@ def _prompt(tokens: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the checkout's bench/ to run in; torch is as before afterwards."""
+    """A folder with the checkout's bench/ to run in; torch and the table of methods are as before afterwards."""
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     monkeypatch.chdir(tmp_path)
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
+    with patch.dict(flexmask.METHODS), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield tmp_path
     torch._dynamo.reset()
 
