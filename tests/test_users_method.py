@@ -275,8 +275,7 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
     ("make", "reaches", "lengths"),
     [
         *((make, (20, 30, 40), (60, 90, 120)) for make in CAPTURED),
-        (in_closure, (20.0, 30.0, 40.0), (60, 90, 120)),
-        pytest.param(Near, (20.0, 30.0, 40.0), (60, 90, 120), marks=pytest.mark.slow),
+        *(pytest.param(make, (20.0, 30.0, 40.0), (60, 90, 120), marks=pytest.mark.slow) for make in (in_closure, Near)),
         # which no other test captures
         (in_closure, (41, 42.5, 43), (LENGTH,) * 3),
         pytest.param(in_closure, (33,) * 3, (60, 75, 90), marks=pytest.mark.slow),

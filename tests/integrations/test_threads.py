@@ -43,9 +43,13 @@ def logits(model, tokens, options):
     return found
 
 
+# what tests/test_modes.py runs below the model, as it does the others
+SLOW = ("a backend compiles", "flexmask compiles")
+
+
 @pytest.mark.attention
-@pytest.mark.parametrize("work", HELD.values(), ids=HELD)
-def test_every_call_of_a_model_runs_while_another_thread_compiles(served, tokens, work):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in HELD])
+def test_every_call_of_a_model_runs_while_another_thread_compiles(served, tokens, name):
     # torch.export patches modules in all threads: torch.compile then meets torch's logging, which other tests may have compiled
     torch.compiler.reset()
     compiled = torch.compile(served, backend="eager")
@@ -61,7 +65,7 @@ def test_every_call_of_a_model_runs_while_another_thread_compiles(served, tokens
 
     for _ in range(2):
         expected = results()
-    with held_open(work):
+    with held_open(HELD[name]):
         found = results()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
