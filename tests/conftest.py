@@ -23,12 +23,7 @@ if sys.platform == "linux" and shutil.which("g++") and os.access(_COMPILER, os.X
     os.environ.setdefault("CXX", _COMPILER)
 
 settings.register_profile(
-    "flexmask",
-    deadline=None,
-    print_blob=True,
-    # the same cases in every run, unless fresh ones are asked for (CONTRIBUTING.md)
-    derandomize=not os.environ.get("FRESH_CASES"),
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    "flexmask", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.load_profile("flexmask")
 
