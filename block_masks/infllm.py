@@ -47,7 +47,7 @@ class InfLLM(Method):
     tensor([1, 2, 3, 4, 4, 5, 4, 5])
     """
 
-    shared = True
+    heads_decide_together = True
 
     topk_blocks: int = count(16)
     sink_blocks: int = count(1)

@@ -24,7 +24,7 @@ from flexmask._torch import (
     without_function_modes,
 )
 from flexmask.base.inputs import AttentionInputs
-from flexmask.said import is_new
+from flexmask.said import first_time
 
 _log = logging.getLogger("flexmask")
 
@@ -80,8 +80,8 @@ def _what_is_new(name: str, numbers: tuple[Hashable, ...], variant: tuple[Hashab
     """A compilation in words, which no other one has: where its kind was compiled before, with what differs."""
     words = f"{name} ({', '.join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))})"
     by_part = {"other heads or sizes": numbers, "another mode (gradients, autocast, threads)": state}
-    is_first = is_new(words)
-    new = [part for part, value in by_part.items() if is_new(words, part, value)]
+    is_first = first_time(words)
+    new = [part for part, value in by_part.items() if first_time(words, part, value)]
     return words if is_first else f"{words} again, for {' and '.join(new) or 'another combination of its sizes and modes'}"
 
 

@@ -12,7 +12,7 @@ from flexmask._torch import is_traced
 from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import sdpa_serves
-from flexmask.said import is_new
+from flexmask.said import first_time
 
 _log = logging.getLogger("flexmask")
 # tokens of kv_len (docs/performance.md)
@@ -68,5 +68,5 @@ def notice_dense(reason: str | None, q_len: int) -> None:
     """Log why a call runs dense, if it does: once per reason, whatever its numbers. Decoding, a single row, is not logged."""
     if reason is None or q_len == 1 or is_traced():
         return
-    if is_new("dense", re.sub(r"\d+", "", reason)):
+    if first_time("dense", re.sub(r"\d+", "", reason)):
         _log.warning("flexmask: attention ran dense: %s (logged once per process and reason)", reason)

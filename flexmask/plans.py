@@ -16,7 +16,7 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
-from flexmask.select import Prepared, prepare_selection, select_blocks
+from flexmask.select import PreparedSelection, prepare_selection, select_blocks
 from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
 
@@ -25,7 +25,7 @@ class GroupPlan(NamedTuple):
     """Heads whose masks exist at one time, and their selection."""
 
     heads: HeadGroup
-    selection: Prepared
+    selection: PreparedSelection
     dense: tuple[bool, ...]  # by key head: served by dense attention, as known before any mask is made
 
 
@@ -120,7 +120,7 @@ class Plan:
                 stats = dense_stats(inputs.query) if statistics else None
                 return Attended(*dense_attention(inputs, self.return_lse), stats)
             measured = statistics if self.reason is None else ()
-            whole = inputs.prepared_with(self.offset, self.absent)
+            whole = inputs.for_attention_with(self.offset, self.absent)
             outputs, selections, dense = None, [], []
             counts: list[Tensor] = []
             for group, prepared, key_heads in self.groups:

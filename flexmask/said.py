@@ -7,8 +7,8 @@ from collections.abc import Hashable
 _SAID: set[Hashable] = set()
 
 
-def is_new(*words: Hashable) -> bool:
-    """True the first time that the process asks."""
+def first_time(*words: Hashable) -> bool:
+    """True at the first call with these words."""
     if words in _SAID:
         return False
     _SAID.add(words)

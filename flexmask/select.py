@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 MOST_NUMBERS = 2**27
 
 
-class Prepared(NamedTuple):
+class PreparedSelection(NamedTuple):
     """The part of a selection that no layer's numbers change."""
 
-    selector: FittedMethod
-    method: Method  # the same with options as its steps take them (`as_taken`)
+    fitted: FittedMethod
+    taken: Method  # the same with options as its steps take them (`as_taken`)
     by_kernels: bool
     rows: int | None = None  # of a slice, for a method in slices of rows
     # the geometry, for kernels and for plain steps; None: computed with the selection
@@ -41,34 +41,34 @@ class Prepared(NamedTuple):
     cut: tuple[Tokens, BlockVisibility] | None = None
 
 
-def prepare_selection(selector: FittedMethod, inputs: SparseInputs, like: Prepared | None = None) -> Prepared:
+def prepare_selection(selector: FittedMethod, inputs: SparseInputs, like: PreparedSelection | None = None) -> PreparedSelection:
     """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
     query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
         if is_traced() and by_kernels:
-            return Prepared(selector, selector, True)
+            return PreparedSelection(selector, selector, True)
         # a launch takes numbers as they are
         method = as_taken(selector, query, keep_numbers=by_kernels)
         if by_kernels:
             edges = None if like is None else like.edges
-            return Prepared(selector, method, True, edges=edges or _edges(inputs, size))
+            return PreparedSelection(selector, method, True, edges=edges or _edges(inputs, size))
         numbers = selector.row_numbers(inputs.key.shape[2])
         if numbers:
             rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * numbers * size)) * size
             if rows < query.shape[2]:
-                return Prepared(selector, method, False, rows)
+                return PreparedSelection(selector, method, False, rows)
         cut = None if like is None else like.cut
         # compiled steps compute the geometry in one graph with the rest
         if cut is None and runs_uncompiled(query) and not is_traced():
             cut = cut_into_blocks(inputs, size, plain).cut
-        return Prepared(selector, method, False, cut=cut)
+        return PreparedSelection(selector, method, False, cut=cut)
 
 
 def select_blocks(
-    prepared: Prepared, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
+    prepared: PreparedSelection, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
 ) -> Selection:
     """Choose the blocks of every head, outside of autograd and autocast."""
-    selector, query = prepared.selector, inputs.query
+    selector, query = prepared.fitted, inputs.query
     with torch.no_grad(), without_autocast(query.device):
         if prepared.by_kernels:
             result = (_as_one_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
@@ -88,12 +88,12 @@ def as_taken(method: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
     """
     options, taken = method.options, {}
     floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
-    for name in (*floats, *method.pairs, *method.shares):
+    for name in (*floats, *method.pairs, *method.by_head):
         value = options[name]
         if keep_numbers and isinstance(value, float):
             continue
         if not isinstance(value, Tensor):
-            value = _written(query.device, value, (query.shape[1],) if name in method.shares else ())
+            value = _written(query.device, value, (query.shape[1],) if name in method.by_head else ())
         if query.is_cuda and not keep_numbers and not is_traced():
             keep_static(value)
         taken[name] = value
@@ -116,18 +116,20 @@ def _edges(inputs: SparseInputs, block_size: int) -> Edges:
         return kernels.edges_of(inputs, block_size)
 
 
-def run_kernels(prepared: Prepared, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """Run a method by kernels."""
-    size = prepared.method.block_size
+    size = prepared.taken.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     with on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
-        return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), prepared.method, statistics)
+        return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), prepared.taken, statistics)
 
 
-def run_plain(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None) -> Selection:
+def run_plain(
+    prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None
+) -> Selection:
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
-    method, size = prepared.method, prepared.method.block_size
+    method, size = prepared.taken, prepared.taken.block_size
     if prepared.cut is not None:
         return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
     if method.is_users:
@@ -136,7 +138,7 @@ def run_plain(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, .
     return run_compiled(plain_result, (method.name, fixed, statistics), inputs, size, method, statistics, end)
 
 
-def _in_slices(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
+def _in_slices(prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
     """As `run_plain`, of some query rows at a time."""
     query, q_len, first, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
     assert rows is not None
@@ -149,7 +151,7 @@ def _in_slices(prepared: Prepared, inputs: SparseInputs, statistics: tuple[str, 
         assert keep is not None
         maps.append(keep)
     # lists and statistics of the whole map
-    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.method.block_size)
+    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.taken.block_size)
     return run_compiled(plain_result, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
 
 
@@ -205,9 +207,9 @@ def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
 
 
-def _as_one_operator(prepared: Prepared, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+def _as_one_operator(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """A selection by kernels as an operator, apart from the graph of flex_attention (docs/design.md)."""
-    selector = prepared.selector
+    selector = prepared.fitted
     # a plan that was made before the compilation has numbers
     taken = as_taken(selector, inputs.query, keep_numbers=False)
     given = {name: value for name, value in taken.options.items() if value is not None}
@@ -253,7 +255,7 @@ def selection_operator(
     options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
     inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
     made, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
-    prepared = Prepared(FittedMethod(made), made, made.runs_kernels(query))
+    prepared = PreparedSelection(FittedMethod(made), made, made.runs_kernels(query))
     selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)
     keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
     return [*selection.lists, keep, *selection.stats.values()]

@@ -88,14 +88,14 @@ class Method:
     # of the class
     name = ""  # in `METHODS`
     has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; an operator passes its options: numbers, words, by head
-    shared: ClassVar[bool] = False  # the heads decide together
+    heads_decide_together: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False  # whole prompts of whole blocks only
     is_users: ClassVar[bool] = False  # a user's function of query and key
     # of its options, by `read_fields`: defaults, names of the floats and of the numbers by head, pairs by head with what replaces
     # None, checks
     defaults: ClassVar[Mapping[str, Any]] = {}
     floats: ClassVar[tuple[str, ...]] = ()
-    shares: ClassVar[tuple[str, ...]] = ()
+    by_head: ClassVar[tuple[str, ...]] = ()
     pairs: ClassVar[Mapping[str, Callable[[int], PairsByHead] | None]] = {}
     checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
 
@@ -103,10 +103,10 @@ class Method:
 
     def __post_init__(self) -> None:
         for name in ("block_size", *self.defaults):
-            plain = plain_numbers if name in self.shares or name in self.pairs else plain_number
+            plain = plain_numbers if name in self.by_head or name in self.pairs else plain_number
             object.__setattr__(self, name, plain(getattr(self, name)))
         check_block_size(self.block_size)
-        for name in self.shares:
+        for name in self.by_head:
             check_shares(name, getattr(self, name))
         for name, check in self.checks.items():
             check(name, getattr(self, name))
@@ -171,21 +171,21 @@ class Method:
     @property
     def num_heads(self) -> int | None:
         """Number of heads that an option has a number for; None if the options hold for any."""
-        shares, pairs = ([getattr(self, name) for name in names] for names in (self.shares, self.pairs))
+        shares, pairs = ([getattr(self, name) for name in names] for names in (self.by_head, self.pairs))
         by_head = [x for x in shares if isinstance(x, (tuple, Tensor))]
         by_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
         return len(by_head[0]) if by_head else None
 
     def of_heads(self: _Method, heads: slice) -> _Method:
         """The same for some heads, of options that fit all."""
-        by_head = {name: getattr(self, name) for name in (*self.shares, *self.pairs)}
+        by_head = {name: getattr(self, name) for name in (*self.by_head, *self.pairs)}
         return self.with_options(
             **{name: x[heads] for name, x in by_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
         )
 
     def for_heads(self: _Method, query: Tensor) -> _Method:
         """The same with numbers by head compared with the heads of `query`, of which no value is read."""
-        filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.shares}, query.shape[1]
+        filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.by_head}, query.shape[1]
         for name, made in self.pairs.items():
             pairs = getattr(self, name)
             filled[name] = pairs_by_head(name, made(num_heads) if made is not None and pairs is None else pairs, num_heads)
@@ -205,7 +205,7 @@ class Method:
 
     def keeps_all(self, num_heads: int) -> list[bool]:
         """For each query head: it keeps all its blocks. Reads no tensor."""
-        by_head = {name: x for name in self.shares if isinstance(x := getattr(self, name), (tuple, Tensor))}
+        by_head = {name: x for name in self.by_head if isinstance(x := getattr(self, name), (tuple, Tensor))}
         if any(isinstance(x, Tensor) for x in by_head.values()):
             return [False] * num_heads
         if not by_head:
@@ -215,7 +215,7 @@ class Method:
 
     def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
         """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
-        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes(inputs), self.shared)
+        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes(inputs), self.heads_decide_together)
 
     def head_bytes(self, inputs: AttentionInputs) -> int:
         """Bytes of one head's mask in one batch row while it is made, or listed for FLASH."""
@@ -271,7 +271,7 @@ def read_fields(cls: type[Any]) -> None:
             raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
     cls.defaults = {each.name: each.default for each in options}
     cls.floats = tuple(name for name, alternatives in kinds.items() if float in alternatives)
-    cls.shares = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
+    cls.by_head = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
     cls.pairs = {each.name: each.metadata.get("plan") for each in options if PairsByHead in kinds[each.name]}
     cls.checks = {each.name: each.metadata["check"] for each in options if "check" in each.metadata}
 

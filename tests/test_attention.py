@@ -191,7 +191,7 @@ def test_gradients_of_dense_attention_do_not_see_them(scores):
 def test_prepared_inputs_with_gradients_hold_nothing_where_no_token_is():
     it = call(**PROBLEMS["padding"])
     tensors = [x.requires_grad_() for x in (without_rows(it), *spoiled(it))]
-    ready = attention_inputs(*tensors, attention_mask=it.attention_mask).prepared()
+    ready = attention_inputs(*tensors, attention_mask=it.attention_mask).for_attention()
     assert not any(x.isnan().any() for x in (ready.query, ready.key, ready.value))
     valid = it.attention_mask.bool()[:, None, :, None].expand_as(it.query)
     assert torch.equal(ready.query[valid], it.query[valid])

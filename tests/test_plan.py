@@ -9,7 +9,7 @@ import torch
 import flexmask
 from flexmask import plan, sparse_attention
 from tests.attention_calls import padding
-from tests.way import functions_before_the_method
+from tests.call_trace import functions_before_the_method
 
 OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
 CHUNK = (63, 200)

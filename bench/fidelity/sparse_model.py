@@ -105,7 +105,7 @@ class SparseModel:
 def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Selection]:
     """Attention of checked inputs to a setting's blocks, and the selection; SDPA on CPUs, which compiles nothing."""
     selector, on_gpu = setting.selector(layer).for_inputs(inputs), inputs.query.is_cuda
-    inputs = inputs.prepared()
+    inputs = inputs.for_attention()
     selected = select_blocks(prepare_selection(selector, inputs), inputs, with_map=not on_gpu)
     if on_gpu:
         backend = chosen_backend("auto", inputs, selected.block_size)

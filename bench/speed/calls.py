@@ -64,7 +64,7 @@ def call(tensors: Tensors, method: str, options: dict[str, Any], backend: str = 
 def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str) -> Call:
     """The attention kernel over given block lists."""
     options = dict(options)
-    inputs = attention_inputs(*tensors).prepared()
+    inputs = attention_inputs(*tensors).for_attention()
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     selected = select_blocks(prepare_selection(selector, inputs), inputs)
     made = block_mask(inputs, selected)
@@ -74,7 +74,7 @@ def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str)
 def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     """Kept share of the causal blocks."""
     options = dict(options)
-    inputs = attention_inputs(*tensors).prepared()
+    inputs = attention_inputs(*tensors).for_attention()
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
     for group in selector.groups(inputs, MAX_MASK_BYTES):

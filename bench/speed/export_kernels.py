@@ -117,7 +117,7 @@ def flash_blocks(mask: BlockMask, head_dim: int) -> FlashBlocks:
 
 
 def by_flex(tensors: Tensors, mask: BlockMask, backend: str) -> clock.Call:
-    inputs = attention_inputs(*tensors).prepared()
+    inputs = attention_inputs(*tensors).for_attention()
     parts = parts_of(mask)
     assert parts is not None
     # as attention calls do: the lists alone say what is kept

@@ -83,15 +83,15 @@ class AttentionInputs(NamedTuple):
             absent = behind if absent is None else absent | behind
         return None if absent is None else absent[:, None, :, None]
 
-    def prepared(self) -> SparseInputs:
+    def for_attention(self) -> SparseInputs:
         """For attention: detached unless gradients are needed, and zero where no token is.
 
         Neither a weight nor a gradient of 0 hides NaN.
         """
-        return self.prepared_with(self.with_offset().offset, self.absent_keys())
+        return self.for_attention_with(self.with_offset().offset, self.absent_keys())
 
-    def prepared_with(self, offset: Tensor | None, absent: Tensor | None) -> SparseInputs:
-        """As `prepared`, with the offset of `with_offset` and `absent_keys`."""
+    def for_attention_with(self, offset: Tensor | None, absent: Tensor | None) -> SparseInputs:
+        """As `for_attention`, with the offset of `with_offset` and `absent_keys`."""
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
@@ -122,7 +122,7 @@ class AttentionInputs(NamedTuple):
 
 _FIELDS = AttentionInputs._fields
 SparseInputs = NewType("SparseInputs", AttentionInputs)
-"""Inputs from `prepared` or `with_offset`: `offset` is a tensor, or None where row 0 stands at position 0."""
+"""Inputs from `for_attention` or `with_offset`: `offset` is a tensor, or None where row 0 stands at position 0."""
 
 
 def attention_inputs(

@@ -24,7 +24,7 @@ from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.flash import flash_attention
 from flexmask.flex.run import run_flex_attention
-from flexmask.said import is_new
+from flexmask.said import first_time
 
 _log = logging.getLogger("flexmask")
 # absolute and relative, of outputs around 1; a wrong block changes them by about 1
@@ -296,7 +296,7 @@ _recall = torch.compiler.assume_constant_result(_outcome)
 
 def _say_missed(key: _Key) -> None:
     """Log, once, that nothing was checked; `backend` then takes Triton or raises."""
-    if is_new("not checked", key):
+    if first_time("not checked", key):
         _log.warning(
             "flexmask: FLASH was not checked before such calls (%s) were compiled or captured, where no check can run, and does "
             "not serve them: call flexmask.warmup before",

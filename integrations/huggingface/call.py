@@ -18,7 +18,7 @@ from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.mask import PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.scope import is_scoped, module_of, noted, scope_of
+from flexmask.integrations.huggingface.scope import is_scoped, module_of, remembered, scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
@@ -35,9 +35,9 @@ def serve(
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
-        # the operator finds modules that are noted, as an open scope's are
+        # the operator finds modules that are remembered, as an open scope's are
         if MODULES_ARE_CONSTANTS:
-            noted(module)
+            remembered(module)
         if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
             return _outside_the_graph(module, inputs, tokens, prefill, segments, mask)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
-from flexmask.integrations.huggingface.scope import known
+from flexmask.integrations.huggingface.scope import entry_of
 from flexmask.layer_heads import heads_by_layer
 from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, default_settings, merged, named_settings, saved_settings
 
@@ -42,18 +42,18 @@ def saved_in(config: Any) -> PrefillSettings | None:
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
-    noted = known(config)
-    shape = heads_by_layer(config, noted.heads)
-    if noted.saved is None or noted.saved[:2] != (saved, shape):
-        settings = saved_settings(config, noted.heads)
-        noted.saved = (copy.deepcopy(saved), shape, settings)
-    return noted.saved[2]
+    entry = entry_of(config)
+    shape = heads_by_layer(config, entry.heads)
+    if entry.saved is None or entry.saved[:2] != (saved, shape):
+        settings = saved_settings(config, entry.heads)
+        entry.saved = (copy.deepcopy(saved), shape, settings)
+    return entry.saved[2]
 
 
 def shaped_config(model: PreTrainedModel) -> tuple[Any, dict[int, int]]:
-    """The `text_config`, and the heads of the model's layers, which are noted with it."""
+    """The `text_config`, and the heads of the model's layers, which are kept with it."""
     config = text_config(model)
-    heads = known(config).heads = heads_of_layers(model)
+    heads = entry_of(config).heads = heads_of_layers(model)
     return config, heads
 
 

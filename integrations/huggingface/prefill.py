@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.registration import register, switch
+from flexmask.integrations.huggingface.registration import register, switch_attention
 from flexmask.integrations.huggingface.scope import LOCK, Scope, latest
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.locking import locked
@@ -181,7 +181,7 @@ def _open(scope: Scope) -> None:
     check_servable(scope.model)
     try:
         scope.open()
-        switch(scope.model)
+        switch_attention(scope.model)
     except BaseException:
         scope.close()
         raise

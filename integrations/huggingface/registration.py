@@ -71,7 +71,7 @@ def register(
         _register(entry)
 
 
-def switch(model: PreTrainedModel) -> None:
+def switch_attention(model: PreTrainedModel) -> None:
     """Write the name of a block's attention into the `text_config`, which must be one that the model reads."""
     config, part = text_config(model), text_model(model)
     own = config._attn_implementation

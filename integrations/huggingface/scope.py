@@ -44,7 +44,7 @@ class Scope:
         """Serve the model's calls, in this thread or task before other scopes."""
         opened = ref(self)
         for part in (self.config, *self.model.modules()):
-            entry = known(part)
+            entry = entry_of(part)
             entry.scopes = (*(scope for scope in entry.scopes if scope() is not None), opened)
         _OPENED_HERE.set((*(scope for scope in _OPENED_HERE.get() if scope() is not None), opened))
         # generate() and PEFT bypass the outer modules
@@ -82,7 +82,7 @@ class _Part:
 _PARTS: dict[int, _Part] = {}
 
 
-def known(part: Any) -> _Part:
+def entry_of(part: Any) -> _Part:
     """The entry of a config or module."""
     return _PARTS.get(id(part)) or _PARTS.setdefault(id(part), _Part(part))
 
@@ -107,18 +107,18 @@ def latest(scopes: Sequence[Scope]) -> Scope:
 
 
 def module_of(number: int) -> nn.Module:
-    """The module of an id, which `noted` has noted or an open scope."""
+    """The module of an id, which `remembered` has remembered or an open scope."""
     module: nn.Module = _PARTS[number].part()
     return module
 
 
-def _note(module: nn.Module) -> int:
-    known(module)
+def _remember(module: nn.Module) -> int:
+    entry_of(module)
     return id(module)
 
 
 # runs while torch.compile traces; torch before 2.13 passes no modules
-noted: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_note)
+remembered: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_remember)
 
 
 def scoped_name(own: str | None) -> str:

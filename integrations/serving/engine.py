@@ -13,17 +13,18 @@ from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.counters import Counters
 from flexmask.integrations.serving.layers import SparseLayer, attend_chunk
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
-from flexmask.integrations.serving.plan import SparseRequest, StepPlan, plan_step
+from flexmask.integrations.serving.split import SparseRequest, StepSplit, split_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 
-Stock: Any = object  # base of the mixins where types are checked, without the engines installed
+StockBase: Any = object  # base of the mixins where types are checked, without the engines installed
 
 
 class Engine:
     """The options, roles and counts of a model's attention layers.
 
-    An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `reserve` while memory is measured, `plan`
-    in each step, `count` in each layer that it may serve, and `attend` for each sparse request; other rows go to its own kernel.
+    An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `reserve` while memory is measured, `split`
+    in each step, `count_step` in each layer that it may serve, and `attend` for each sparse request; other rows go to its
+    own kernel.
     """
 
     def __init__(self, options: ServingOptions, log: logging.Logger) -> None:
@@ -65,22 +66,22 @@ class Engine:
         if self.sparse_layers:
             reserve(self.sparse_layers, largest, device, dtype, self.options.count_density)
 
-    def plan(
+    def split(
         self, starts: Sequence[int], seq_lens: Sequence[int] | None, reason: str | None = None,
         is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
         policy: DensePolicy | None = None,
-    ) -> StepPlan:  # fmt: skip
-        """`plan_step`; with a reason, which is logged once, all rows run stock."""
+    ) -> StepSplit:  # fmt: skip
+        """`split_step`; with a reason, which is logged once, all rows run stock."""
         if reason is not None:
             self.counters.warn_once(reason)
             seq_lens = None
-        return plan_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested)
+        return split_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested)
 
-    def count(self, role: SparseLayer, plan: StepPlan, is_sparse: bool) -> None:
-        """Count the tokens of a step, as planned or all of them dense; the first sparse layer counts for all."""
+    def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
+        """Count the tokens of a step, as split or all of them dense; the first sparse layer counts for all."""
         if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
-            sparse = plan.sparse_tokens if is_sparse else 0
-            self.counters.add_step(sparse, plan.sparse_tokens + plan.dense_tokens - sparse)
+            sparse = split.sparse_tokens if is_sparse else 0
+            self.counters.add_step(sparse, split.sparse_tokens + split.dense_tokens - sparse)
 
     def attend(
         self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,

@@ -55,7 +55,7 @@ class SparseLayer(LayerShape):
     def variant(self) -> tuple[Any, ...]:
         """Everything that kernels are compiled for; options that are numbers on the device are not."""
         method, options = self.selector, self.selector.options
-        numbers = {*method.shares, *method.pairs, *(name for name in method.floats if options[name])}
+        numbers = {*method.by_head, *method.pairs, *(name for name in method.floats if options[name])}
         fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
         shape = (getattr(self, field.name) for field in fields(LayerShape))
         return (*shape, method.name, method.block_size, fixed)

@@ -129,7 +129,7 @@ def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int
         raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
     options = server()
     selector = options.settings.selector()
-    if "gamma" not in selector.shares:
+    if "gamma" not in selector.by_head:
         raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.name!r}")
     if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
         raise ValueError(f"{GAMMA} must be a number; got {type(gamma).__name__}")

@@ -43,7 +43,7 @@ def _method(layers: Iterable[SparseLayer]) -> str:
     parts = [method.name]
     for name, default in method.defaults.items():
         values = [selector.options[name] for selector in selectors]
-        if name in method.shares:
+        if name in method.by_head:
             shares = [float(share) for value in values for share in (value if isinstance(value, tuple) else (value,))]
             low, high = min(shares), max(shares)
             parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")

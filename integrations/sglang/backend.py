@@ -1,6 +1,6 @@
 """SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse.
 
-`make_backend` makes an `SGLangEngine` (engine.py), which plans each step; `SparsePrefill.forward_extend` passes its long prompts
+`make_backend` makes an `SGLangEngine` (engine.py), which splits each step; `SparsePrefill.forward_extend` passes its long prompts
 to `Engine.attend` (serving/engine.py). SGLang's tokenizer process reads the options of single requests, in ``custom_params``
 (registration.py); `tell_requests` tells the scheduler's.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.integrations.serving.engine import Stock
+from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
@@ -71,7 +71,7 @@ def sparse(others: Any, runner: Any, engine: SGLangEngine) -> Any:
     return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, others)
 
 
-class SparsePrefill(Stock):  # type: ignore[misc]
+class SparsePrefill(StockBase):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
     def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
@@ -89,7 +89,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        self.flexmask_step = self.flexmask_engine.planned = None
+        self.flexmask_step = self.flexmask_engine.counted = None
         super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
@@ -106,8 +106,8 @@ class SparsePrefill(Stock):  # type: ignore[misc]
         reason = None if step is None else call_reason(step, k, v, forward_batch, options)
         if reason is not None:
             engine.counters.warn_once(reason)
-        if engine.planned is not None:
-            engine.count(role, engine.planned, is_sparse=step is not None and reason is None)
+        if engine.counted is not None:
+            engine.count_step(role, engine.counted, is_sparse=step is not None and reason is None)
         if step is None or reason is not None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
@@ -121,7 +121,7 @@ class SparsePrefill(Stock):  # type: ignore[misc]
             stock_out = self.flexmask_others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
             by_head[rows] = stock_out.view(-1, *query.shape[1:])
         pool, scales = engine.pool, engine.scales(layer)
-        for request, slots in zip(step.plan.sparse, step.slots, strict=True):
+        for request, slots in zip(step.split.sparse, step.slots, strict=True):
             rows_of_chunk = slice(request.start, request.stop)
             chunk = (query[rows_of_chunk], key[rows_of_chunk], value[rows_of_chunk])
             if save_kv_cache:
@@ -132,15 +132,15 @@ class SparsePrefill(Stock):  # type: ignore[misc]
             cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
             parts = zip(cached, chunk[1:], scales or (None, None), strict=True)
             keys, values = (after_cached(*part) for part in parts)
-            by_head[rows_of_chunk] = engine.attend(role, request, chunk[0], keys, values, is_counted=engine.planned is not None)
+            by_head[rows_of_chunk] = engine.attend(role, request, chunk[0], keys, values, is_counted=engine.counted is not None)
         by_head[step.rows :] = 0  # padding
         return out
 
 
 def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
-    """Give the reason if a layer runs a planned step stock."""
+    """Give the reason if a layer runs a split step stock."""
     if step.lengths != lengths_of(forward_batch):
-        return "layers get another batch than was planned"
+        return "layers get another batch than was split"
     if k is None or v is None:
         return "layers get no keys and values"
     given = [name for name, value in options.items() if value is not None]

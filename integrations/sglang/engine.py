@@ -1,4 +1,4 @@
-"""One model of an SGLang process: what is refused, the role of every attention layer, memory, and the plan of each step."""
+"""One model of an SGLang process: what is refused, the role of every attention layer, memory, and how each step is split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options
-from flexmask.integrations.serving.plan import StepPlan
+from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.registration import NAME
 from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
@@ -77,7 +77,7 @@ class SGLangEngine(Engine):
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
-        self.planned: StepPlan | None = None  # of a step that is counted: dummy ones, before the first request, are not
+        self.counted: StepSplit | None = None  # of a step that is counted: dummy ones, before the first request, are not
         # it makes the plan of a batch's slots, which stock kernels read
         self._translator = runner.kv_index_translator
         self._is_first = rank == 0
@@ -107,7 +107,7 @@ class SGLangEngine(Engine):
 
     def step(self, forward_batch: Any) -> Step | None:
         """Plan one step; None: all of it runs stock."""
-        is_dummy, self.planned = forward_batch.rids is None, None
+        is_dummy, self.counted = forward_batch.rids is None, None
         if not is_dummy:
             self._held = None
         if forward_batch.forward_mode.name not in PROMPTS:
@@ -117,11 +117,11 @@ class SGLangEngine(Engine):
         rows, cached = lengths
         reason = None if is_dummy else step_reason(forward_batch)
         requested = [self.requested.get(name) for name in forward_batch.rids or ()]
-        plan = self.plan([0, *accumulate(rows)], [*map(add, rows, cached)], reason, requested=requested)
-        self.planned = None if is_dummy else plan
-        if not plan.sparse:
+        split = self.split([0, *accumulate(rows)], [*map(add, rows, cached)], reason, requested=requested)
+        self.counted = None if is_dummy else split
+        if not split.sparse:
             return None
-        step = step_of(forward_batch, plan, lengths, self.req_to_token)
+        step = step_of(forward_batch, split, lengths, self.req_to_token)
         if step.stock_batch is not None:
             self._translator.own_plan(step.stock_batch).bind(step.stock_batch, self._translator)
         return step

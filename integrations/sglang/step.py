@@ -1,4 +1,4 @@
-"""One step of SGLang: its plan, the cache slots of sparse requests, and the batch of all other requests."""
+"""One step of SGLang: its split, the cache slots of sparse requests, and the batch of all other requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.integrations.serving.plan import StepPlan
+from flexmask.integrations.serving.split import StepSplit
 
 PROMPTS = ("EXTEND", "MIXED")  # SGLang's names of steps whose long requests run sparse
 # what a batch may hold that makes rows see other keys than those before them, or pages of other ranks, or other slots than the
@@ -30,9 +30,9 @@ Lengths = tuple[list[int], list[int]]  # by request: rows, and cached tokens
 
 
 class Step(NamedTuple):
-    """A planned step with at least one sparse request."""
+    """A split step with at least one sparse request."""
 
-    plan: StepPlan
+    split: StepSplit
     slots: tuple[Tensor | None, ...]  # of each sparse request's cached tokens, int64; None: it has none
     stock_rows: slice | Tensor | None  # of the packed batch; None: all rows are sparse
     stock_batch: Any  # SGLang's batch of the requests of these rows
@@ -58,18 +58,18 @@ def step_reason(forward_batch: Any) -> str | None:
     return "the host has no lengths of a batch" if lengths_of(forward_batch) is None else None
 
 
-def step_of(forward_batch: Any, plan: StepPlan, lengths: Lengths, req_to_token: Tensor) -> Step:
-    """The step of a plan, for all layers: its tensors are made once."""
+def step_of(forward_batch: Any, split: StepSplit, lengths: Lengths, req_to_token: Tensor) -> Step:
+    """The step of a split, for all layers: its tensors are made once."""
     indices = forward_batch.req_pool_indices
-    slots = tuple(slots_of(req_to_token, indices, x.batch_index, x.cached_len) for x in plan.sparse)
-    if not plan.stock:
-        return Step(plan, slots, None, None, lengths)
-    requests = list(chain.from_iterable(range(span.first, span.last) for span in plan.stock))
-    if len(plan.stock) == 1:
-        rows: slice | Tensor = slice(plan.stock[0].start, plan.stock[0].stop)
+    slots = tuple(slots_of(req_to_token, indices, x.batch_index, x.cached_len) for x in split.sparse)
+    if not split.stock:
+        return Step(split, slots, None, None, lengths)
+    requests = list(chain.from_iterable(range(span.first, span.last) for span in split.stock))
+    if len(split.stock) == 1:
+        rows: slice | Tensor = slice(split.stock[0].start, split.stock[0].stop)
     else:
-        rows = torch.cat([torch.arange(span.start, span.stop, device=indices.device) for span in plan.stock])
-    return Step(plan, slots, rows, part_of(forward_batch, requests, rows), lengths)
+        rows = torch.cat([torch.arange(span.start, span.stop, device=indices.device) for span in split.stock])
+    return Step(split, slots, rows, part_of(forward_batch, requests, rows), lengths)
 
 
 def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor | None:

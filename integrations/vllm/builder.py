@@ -1,4 +1,4 @@
-"""The metadata builder, which also plans each step (`Engine.plan`), for `impl`."""
+"""The metadata builder, which also splits each step (`Engine.split`), for `impl`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
-from flexmask.integrations.serving.engine import Stock
+from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.integrations.serving.plan import StepPlan
+from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.vllm.engine import engine_of, tell_requests
 from flexmask.integrations.vllm.pages import PageTable
 
 
 class Step(NamedTuple):
-    plan: StepPlan
+    split: StepSplit
     stock: tuple[Any, ...]  # metadata per stock span
     page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none
 
 
-class SparsePrefillBuilder(Stock):  # type: ignore[misc]
-    """Mixin before a stock builder; its metadata carries the planned step as ``flexmask_step``.
+class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
+    """Mixin before a stock builder; its metadata carries the split step as ``flexmask_step``.
 
     Metadata without it runs stock: for CUDA graph capture, for layers none of which is sparse, and from wrappers of this builder
     (chunked local attention, fast prefill), which show attention other requests.
@@ -36,8 +36,8 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
         self.flexmask_engine = engine_of(vllm_config)
         self.flexmask_engine.prepare(device, in_profile=False)
         is_sparse = any(isinstance(self.flexmask_engine.roles.get(name), SparseLayer) for name in layer_names)
-        self._plans = is_sparse and type(self) is self.flexmask_own
-        if is_sparse and not self._plans:
+        self._splits_steps = is_sparse and type(self) is self.flexmask_own
+        if is_sparse and not self._splits_steps:
             self.flexmask_engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
         self._policy = self.flexmask_engine.options.policy  # of latent attention another
         tell_requests(vllm_config)
@@ -49,45 +49,45 @@ class SparsePrefillBuilder(Stock):  # type: ignore[misc]
         return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
-        return self._unplanned(super().build_for_cudagraph_capture, common_attn_metadata)
+        return self._without_split(super().build_for_cudagraph_capture, common_attn_metadata)
 
     def build_for_drafting(self, *arguments: Any, **options: Any) -> Any:
-        """Metadata without a plan: the model verifies the draft's tokens."""
-        return self._unplanned(super().build_for_drafting, *arguments, **options)
+        """Metadata without a split: the model verifies the draft's tokens."""
+        return self._without_split(super().build_for_drafting, *arguments, **options)
 
-    def _unplanned(self, build: Any, *arguments: Any, **options: Any) -> Any:
+    def _without_split(self, build: Any, *arguments: Any, **options: Any) -> Any:
         # the stock functions call build
-        plans = self._plans
+        splits = self._splits_steps
         try:
-            self._plans = False
+            self._splits_steps = False
             return build(*arguments, **options)
         finally:
-            self._plans = plans
+            self._splits_steps = splits
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if not self._plans:
+        if not self._splits_steps:
             return metadata
-        plan = self._plan(common_attn_metadata, metadata)
+        split = self._split(common_attn_metadata, metadata)
         parts = []
-        if plan.sparse and plan.stock:
-            slices = [UBatchSlice(slice(span.first, span.last), slice(span.start, span.stop)) for span in plan.stock]
+        if split.sparse and split.stock:
+            slices = [UBatchSlice(slice(span.first, span.last), slice(span.start, span.stop)) for span in split.stock]
             parts = [self._part(part) for part in split_attn_metadata(slices, common_attn_metadata)]
         pages = common_attn_metadata.block_table_tensor
-        page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in plan.sparse)
-        metadata.flexmask_step = Step(plan, tuple(parts), page_tables)
+        page_tables = tuple(PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in split.sparse)
+        metadata.flexmask_step = Step(split, tuple(parts), page_tables)
         return metadata
 
     def _part(self, common: Any) -> Any:
         # fast: the one buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
         return super().build(0, common, True)
 
-    def _plan(self, common: Any, metadata: Any) -> StepPlan:
+    def _split(self, common: Any, metadata: Any) -> StepSplit:
         num_reqs = common.num_reqs
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
-        return self.flexmask_engine.plan(
+        return self.flexmask_engine.split(
             starts, seq_lens, step_reason(common), is_prefilling, self.flexmask_engine.requested, self._policy
         )
 
@@ -110,11 +110,11 @@ class SparseLatentBuilder(SparsePrefillBuilder):
         # more rows than the stock backend decodes
         self._policy = self._policy._replace(least_rows=max(self._policy.least_rows, self.reorder_batch_threshold + 1))
 
-    def _plan(self, common: Any, metadata: Any) -> StepPlan:
-        plan = super()._plan(common, metadata)
+    def _split(self, common: Any, metadata: Any) -> StepSplit:
+        split = super()._split(common, metadata)
         first, start = metadata.num_decodes, metadata.num_decode_tokens
-        spans = [span._replace(first=max(span.first, first), start=max(span.start, start)) for span in plan.stock]
-        return plan._replace(stock=tuple(span for span in spans if span.first < span.last))
+        spans = [span._replace(first=max(span.first, first), start=max(span.start, start)) for span in split.stock]
+        return split._replace(stock=tuple(span for span in spans if span.first < span.last))
 
     def _part(self, common: Any) -> Any:
         saved = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}

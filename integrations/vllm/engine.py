@@ -61,7 +61,7 @@ class VLLMEngine(Engine):
         self._requested: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._prepared = False
 
-    def choose(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
+    def note_requests(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
         """Note the options of new requests and the order of a step's requests; those that are no longer alive are forgotten."""
         known = {**self._requested, **new}
         self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
@@ -222,9 +222,9 @@ def tell_requests(vllm_config: Any) -> None:
             requests = scheduler_output.scheduled_new_reqs
             new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
             if name == "prepare_inputs":
-                engine.choose(new, batch.req_ids, runner.req_states.req_id_to_index)
+                engine.note_requests(new, batch.req_ids, runner.req_states.req_id_to_index)
             else:
-                engine.choose(new, runner.input_batch.req_ids, runner.requests)
+                engine.note_requests(new, runner.input_batch.req_ids, runner.requests)
         return batch
 
     wrap_once(runner, name, prepare)

@@ -10,14 +10,14 @@ from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
-from flexmask.integrations.serving.engine import Stock
+from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import ARGUMENTS, DRAFT, LATENT_ARGUMENTS, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
 
 
-class FindsItsRole(Stock):  # type: ignore[misc]
+class FindsItsRole(StockBase):  # type: ignore[misc]
     """Mixin that settles the role of its layer."""
 
     flexmask_kernel = ""
@@ -37,8 +37,8 @@ class FindsItsRole(Stock):  # type: ignore[misc]
         if self._role is None:
             self._role = self.flexmask_engine.settle(name, self._model, self._given)
 
-    def flexmask_planned(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
-        """The role of a layer and the planned step, if the layer runs it sparse; counts the step's tokens."""
+    def flexmask_sparse_step(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
+        """The role of a layer and the split step, if the layer runs it sparse; counts the step's tokens."""
         step: Step | None = getattr(attn_metadata, "flexmask_step", None)
         role, scale = self._role, float(self.scale)
         if step is None or not isinstance(role, SparseLayer):
@@ -47,8 +47,8 @@ class FindsItsRole(Stock):  # type: ignore[misc]
         if not fits:
             # vLLM's Transformers backend sets it at every forward; kernels are compiled for that of construction
             self.flexmask_engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
-        self.flexmask_engine.count(role, step.plan, fits)
-        return (role, step) if fits and step.plan.sparse else None
+        self.flexmask_engine.count_step(role, step.split, fits)
+        return (role, step) if fits and step.split.sparse else None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: sparse rows are written unquantized."""
@@ -82,11 +82,11 @@ class SparsePrefillImpl(FindsItsRole):
             self.flexmask_engine.prepare(query.device, in_profile=True)
         else:
             self.flexmask_settle(layer.layer_name)
-        planned = self.flexmask_planned(attn_metadata)
-        if planned is None:
+        sparse = self.flexmask_sparse_step(attn_metadata)
+        if sparse is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        role, step = planned
-        for span, metadata in zip(step.plan.stock, step.stock, strict=True):
+        role, step = sparse
+        for span, metadata in zip(step.split.stock, step.stock, strict=True):
             rows = slice(span.start, span.stop)
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         cache = self._given.get("kv_cache_dtype") or "auto"
@@ -94,7 +94,7 @@ class SparsePrefillImpl(FindsItsRole):
         sinks = getattr(self, "sinks", None)
         # a parameter is not an inference tensor, and kernels are compiled for one kind
         sinks = None if sinks is None else sinks.clone()
-        for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
+        for request, page_table in zip(step.split.sparse, step.page_tables, strict=True):
             rows = slice(request.start, request.stop)
             # vLLM frees pages before the window of the first row
             skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
@@ -125,17 +125,17 @@ class SparseLatentImpl(FindsItsRole):
         output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The prefills of one step, whose rows follow those of decoding."""
-        planned = self.flexmask_planned(attn_metadata)
-        if planned is None:
+        sparse = self.flexmask_sparse_step(attn_metadata)
+        if sparse is None:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
-        role, step = planned
+        role, step = sparse
         decoding = attn_metadata.num_decode_tokens
-        for span, metadata in zip(step.plan.stock, step.stock, strict=True):
+        for span, metadata in zip(step.split.stock, step.stock, strict=True):
             rows = slice(span.start - decoding, span.stop - decoding)
             part = (q[rows], kv_c_normed[rows], k_pe[rows])
             super().forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
-        for request, page_table in zip(step.plan.sparse, step.page_tables, strict=True):
+        for request, page_table in zip(step.split.sparse, step.page_tables, strict=True):
             rows = slice(request.start - decoding, request.stop - decoding)
             latent, rotated = kv_c_normed[rows], k_pe[rows]
             if page_table is not None:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import select
 from flexmask.base.inputs import attention_inputs
-from flexmask.select import Prepared
+from flexmask.select import PreparedSelection
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, lower_thresholds, sparse_cases, structured_inputs
@@ -227,7 +227,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
-        found = select._as_one_operator(Prepared(selector, selector, True), inputs, with_map, statistics)
+        found = select._as_one_operator(PreparedSelection(selector, selector, True), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]

@@ -126,9 +126,9 @@ class Asked:
         return [*told, *self.generate([prompt(300)])]
 
 
-def plan_one_token_off(starts: Sequence[int], lengths: Sequence[int], *rest: Any) -> Any:
+def split_one_token_off(starts: Sequence[int], lengths: Sequence[int], *rest: Any) -> Any:
     """A fault to plant: a later chunk misses the last cached token."""
-    from flexmask.integrations.serving.plan import plan_step
+    from flexmask.integrations.serving.split import split_step
 
     chunks = zip(starts, starts[1:], lengths, strict=False)
-    return plan_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
+    return split_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)

@@ -84,11 +84,11 @@ def test_what_runs_stock_is_logged_once(caplog, monkeypatch):
         for reason in (
             "layers are called with sinks",
             "layers get no keys and values",
-            "layers get another batch than was planned",
+            "layers get another batch than was split",
             "a batch has spec_info",
         )
     ]
-    # four calls of one step that was planned sparse, and the last two steps
+    # four calls of one step that was split, and the last two steps
     assert (ours.engine.counters.steps, ours.engine.counters.dense_tokens) == (2, 4 * 200 + 400)
 
 

@@ -22,9 +22,9 @@ def served():
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode.name not in PROMPTS], ids=lambda mode: mode.name)
 def test_other_steps_have_no_plan(mode, served):
     served.engine.step(served.batch(CHUNKS, ForwardMode.MIXED))
-    assert served.engine.planned.sparse
+    assert served.engine.counted.sparse
     served.engine.step(served.batch(CHUNKS, mode))
-    assert served.engine.planned is None
+    assert served.engine.counted is None
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_other_steps_have_no_plan(mode, served):
 def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason, served):
     batch = served.batch(CHUNKS, ForwardMode.MIXED, **{name: value})
     assert served.engine.step(batch) is None
-    plan = served.engine.planned
+    plan = served.engine.counted
     assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, dense_tokens)
     assert step_reason(batch) == reason
 
@@ -46,7 +46,7 @@ def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
     batch = served.batch(CHUNKS, ForwardMode.MIXED, _attn_output=torch.empty(278))
     before, step = dict(vars(batch)), served.engine.step(batch)
     # a row of decoding is neither
-    assert (served.engine.planned.sparse_tokens, served.engine.planned.dense_tokens) == (240, 37)
+    assert (served.engine.counted.sparse_tokens, served.engine.counted.dense_tokens) == (240, 37)
     assert torch.equal(step.stock_rows, torch.tensor([0, *range(201, 208), *range(248, 278)]))
     part, wanted = step.stock_batch, served.batch(CHUNKS[::2], ForwardMode.MIXED)
     for name in vars(wanted).keys() - {"rids"}:

@@ -10,13 +10,13 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.serving import programs
-from tests.serving.programs import FAULT, QUESTIONS, plan_one_token_off, prompt
+from tests.serving.programs import FAULT, QUESTIONS, prompt, split_one_token_off
 from tests.vllm import random_models
 from tests.vllm.engines import CPU_PLUGIN, ENGINES, LATENT, LATENT_ON_CUDA, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
 
 # vLLM's processes import this module, under another name
 if os.environ.get(FAULT):
-    patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off).start()
+    patch("flexmask.integrations.serving.engine.split_step", split_one_token_off).start()
 
 
 def main(name: str, *device_and_out: str) -> None:
@@ -204,7 +204,7 @@ def faults():
     yield "another_page", patch.object(pages.PageTable, "__init__", wrong)
     twice = lambda table, tokens: table_of(torch.cat([table[1:2], table[1:]]), tokens)  # noqa: E731
     yield "second_page_twice", patch.object(builder, "PageTable", twice)
-    yield "offset_off_by_one", patch("flexmask.integrations.serving.engine.plan_step", plan_one_token_off)
+    yield "offset_off_by_one", patch("flexmask.integrations.serving.engine.split_step", split_one_token_off)
 
 
 def sampling(tokens, **options):

@@ -204,7 +204,7 @@ def test_drafts_graphs_wrappers_and_stock_layers_get_no_plan(parts, config, engi
     of_stock_layers = type(builder)(None, ["stock"], config, torch.device("cpu"))
     assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))
-    assert builder.build(0, verifying).flexmask_step.plan.sparse == ()
+    assert builder.build(0, verifying).flexmask_step.split.sparse == ()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, 
     assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
     # models that take images name each request's images
-    assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.plan.sparse
+    assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.split.sparse
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import LEAST_ROWS, RequestOptions, read_options
-from flexmask.integrations.serving.plan import SparseRequest, StockSpan, plan_step
+from flexmask.integrations.serving.split import SparseRequest, StockSpan, split_step
 from flexmask.integrations.serving.startup import roles_line
 
 
 def test_a_request_s_own_gamma_and_dense_attention_are_planned():
     chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
     # the last two decode
-    plan = plan_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
+    plan = split_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
     assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
     assert plan.stock == (StockSpan(2, 3, 600, 900), StockSpan(4, 6, 1200, 1202))
     assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
@@ -25,10 +25,10 @@ def test_a_request_s_own_gamma_and_dense_attention_are_planned():
 @pytest.mark.parametrize("seq_lens", [None, [0, 0], [99, 0]])
 def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
     """At dense_below=0 too; a sparse request would have a negative number of cached tokens."""
-    plan = plan_step([0, 100, 164], seq_lens, DensePolicy(0, 16))
+    plan = split_step([0, 100, 164], seq_lens, DensePolicy(0, 16))
     assert (plan.sparse, plan.stock, plan.dense_tokens) == ((), (StockSpan(0, 2, 0, 164),), 164)
     # first chunks
-    assert [each.cached_len for each in plan_step([0, 100, 164], [100, 64], DensePolicy(0, 16)).sparse] == [0, 0]
+    assert [each.cached_len for each in split_step([0, 100, 164], [100, 64], DensePolicy(0, 16)).sparse] == [0, 0]
 
 
 @pytest.mark.parametrize(("given", "least_rows"), [({}, LEAST_ROWS), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)])
@@ -47,7 +47,7 @@ def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, le
 def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     rows, context, prefilling = zip(*requests, strict=True)
     starts, lengths = [0, *accumulate(rows)], list(map(sum, zip(rows, context, strict=True)))
-    plan = plan_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
+    plan = split_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
     runs = zip(starts, starts[1:], lengths, prefilling, strict=False)
     expected = [
         SparseRequest(index, start, stop, length)

@@ -1,4 +1,4 @@
-"""Plans which rows of a step run sparse, without waiting for a device."""
+"""Splits the rows of a scheduler's step into sparse requests and stock spans, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StockSpan(NamedTuple):
     stop: int
 
 
-class StepPlan(NamedTuple):
+class StepSplit(NamedTuple):
     """All rows of one step, without the requests that pad a batch."""
 
     sparse: tuple[SparseRequest, ...]
@@ -45,11 +45,11 @@ class StepPlan(NamedTuple):
     dense_tokens: int  # of prefills; decoding rows count as neither
 
 
-def plan_step(
+def split_step(
     query_start_loc: Sequence[int], seq_lens: Sequence[int] | None, policy: DensePolicy,
     is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
-) -> StepPlan:  # fmt: skip
-    """Plan one step from the requests' first rows, the end of the last, and tokens including this step's.
+) -> StepSplit:  # fmt: skip
+    """Split one step from the requests' first rows, the end of the last, and tokens including this step's.
 
     Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
     than one row means a prefill. `requested` are the options of the first requests; padding has none.
@@ -73,4 +73,4 @@ def plan_step(
             stock[-1] = stock[-1]._replace(last=index + 1, stop=stop)
         else:
             stock.append(StockSpan(index, index + 1, start, stop))
-    return StepPlan(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)
+    return StepSplit(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)
