@@ -121,13 +121,18 @@ class Plan:
                 return Attended(*dense_attention(inputs, self.return_lse), stats)
             measured = statistics if self.reason is None else ()
             whole = inputs.for_attention_with(self.offset, self.absent)
-            outputs, selections, dense = None, [], []
+            outputs, dense = None, []
+            found: list[dict[str, Tensor]] = []  # statistics
+            selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
             for group, prepared, key_heads in self.groups:
+                # the lists of one group exist at a time
                 part, selection, backend = whole.of_heads(group), None, self.backend
                 if measured or with_maps or with_counts or not all(key_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)
-                    selections.append(selection)
+                    found.append(selection.stats)
+                    if with_maps:
+                        selections.append((group, selection))
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
                     backend = self._backend_of(inputs, group, selection)
@@ -135,10 +140,10 @@ class Plan:
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
                 dense.append(key_heads)
             assert outputs is not None
-            groups, stats = [group.heads for group in self.groups], None
+            stats = None
             if statistics:
-                stats = stats_of([x.stats for x in selections], groups, dense) if measured else dense_stats(inputs.query)
-            return Attended(*outputs, stats, tuple(zip(groups, selections, strict=True)) if with_maps else (), tuple(counts))
+                stats = stats_of(found, [x.heads for x in self.groups], dense) if measured else dense_stats(inputs.query)
+            return Attended(*outputs, stats, tuple(selections), tuple(counts))
 
     def _backend_of(self, inputs: AttentionInputs, group: HeadGroup, selection: Selection) -> Backend:
         """The plan's backend, chosen again where heads share a list, a mask_mod hides more, or torch traces the call."""
@@ -153,13 +158,29 @@ class Plan:
 
 
 def plan_call(
-    inputs: AttentionInputs, selector: FittedMethod, options: CallOptions, return_lse: bool = False, at_any_length: bool = False
+    inputs: AttentionInputs,
+    selector: FittedMethod,
+    options: CallOptions,
+    return_lse: bool = False,
+    *,
+    layer: int | None = None,
+    at_any_length: bool = False,
 ) -> Plan:
-    """Decide: dense with few tokens or rows, unless `at_any_length`, or where every head keeps every block; else by key head."""
+    """Decide what runs dense, and plan.
+
+    All of it with few tokens or rows, unless `at_any_length`; a model's `layer` that the policy names; where every head keeps
+    every block. Else key heads that keep all.
+    """
     policy, num_heads, num_kv_heads = options.policy, inputs.query.shape[1], inputs.key.shape[1]
     per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all(num_heads)
-    fits = policy.dense_below > 0 and not return_lse and has_causal_kernel(inputs)
+    is_causal = has_causal_kernel(inputs)
+    fits = policy.dense_below > 0 and not return_lse and is_causal
     reason = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
+    if reason is None and layer is not None:
+        reason = policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_all)
+        if reason is not None and not is_causal:
+            causal = METHODS["causal"].checked(selector.block_size, {}).for_inputs(inputs)
+            return _in_groups(inputs, causal, options, reason, return_lse, (False,) * num_kv_heads)
     if reason is None and fits:
         reason = policy.by_selection(keeps_all)
     if reason is not None:
@@ -180,14 +201,6 @@ def dense_plan(
     """A plan of dense attention; a named backend that cannot run is refused at every length."""
     backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True, lists_only=lists_only)
     return Plan(inputs, options, reason, backend, return_lse)
-
-
-def every_block_plan(inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str) -> Plan:
-    """A plan of dense attention over every visible block, unless SDPA's causal kernel serves it."""
-    if has_causal_kernel(inputs):
-        return dense_plan(inputs, block_size, options, reason)
-    causal = METHODS["causal"].checked(block_size, {}).for_inputs(inputs)
-    return _in_groups(inputs, causal, options, reason, False, (False,) * inputs.key.shape[1])
 
 
 def _in_groups(

@@ -21,7 +21,7 @@ from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import is_scoped, module_of, remembered, scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
-from flexmask.plans import Plan, dense_plan, every_block_plan, plan_call
+from flexmask.plans import Plan, dense_plan, plan_call
 from flexmask.selector import Method
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
@@ -126,12 +126,7 @@ class PrefillCall(NamedTuple):
         reason = self.reason_no_mask()
         if reason is not None:
             return dense_plan(self.inputs, size, options, reason)
-        selector, policy = self.selector.for_inputs(self.inputs), options.policy
-        keeps_all = selector.keeps_all(self.inputs.query.shape[1])
-        reason = policy.by_layer(self.layer, self.inputs.window) or policy.by_selection(keeps_all)
-        if reason is not None:
-            return every_block_plan(self.inputs, size, options, reason)
-        return plan_call(self.inputs, selector, options)
+        return plan_call(self.inputs, self.selector.for_inputs(self.inputs), options, layer=self.layer)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, of the sequences of a pack in the batch rows one after the other."""

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import weakref
 
 import pytest
 import torch
@@ -35,6 +36,22 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
             if named == "infllm":  # whose heads decide together
                 rows, of_each = 2 if heads >= 32 else 1, 16
             assert [shape[:2] for shape in without_kernel] == [(rows, of_each)] * (32 // (rows * of_each))
+
+
+@pytest.mark.parametrize("wanted", [{}, {"return_stats": True}], ids=str)
+def test_the_lists_of_one_group_exist_at_a_time(without_kernel, monkeypatch, wanted):
+    lists, alive, select = [], [], plans.select_blocks
+
+    def selected(*given, **named):
+        alive.append(sum(each() is not None for each in lists))
+        selection = select(*given, **named)
+        lists.append(weakref.ref(selection.lists.kv_indices))
+        return selection
+
+    monkeypatch.setattr(plans, "select_blocks", selected)
+    query, key = torch.randn(1, 8, 1000, 16), torch.randn(1, 4, 1000, 16)
+    sparse_attention(query, key, key, gamma=0.5, block_size=16, dense_below=0, max_mask_bytes=1, **wanted)
+    assert alive == [0] * 8
 
 
 def test_one_mask_for_all_heads_has_a_backend_of_its_own_and_no_key_head_s_density(without_kernel, monkeypatch):
