@@ -34,6 +34,7 @@ PAGES = (
     "integrations/huggingface/MODELS.md",
     "integrations/README.md",
     "integrations/huggingface/SUPPORT.md",
+    "tests/README.md",
 )
 # pages that the site writes from bench/results/, each with its module and function; git ignores them
 GENERATED = {

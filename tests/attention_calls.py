@@ -80,7 +80,7 @@ SINKS = torch.tensor([-2.0, 0.5, 3.0, 6.0])
 def check(call, device="cpu", **keywords):
     """Compare the kernel with dense attention under the mask; under a mask that keeps everything it must differ."""
     out, stats = call.attend(device, return_stats=True, **keywords)
-    keep = call.to(device).search().keep
+    keep = call.to(device).select().keep
     assert out.dtype == call.query.dtype and out.shape == (*call.query.shape[:3], call.value.shape[3])
     assert stats.dense is False
     assert_same_attention(out, call.under(keep)[0])

@@ -1,4 +1,4 @@
-"""Inputs with structure, and the calls that tests draw, for the search and the reference alike."""
+"""Inputs with structure, and the calls that tests draw, for the selection and the reference alike."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Case:
         """Each head's gamma, (num_heads,) float64."""
         return torch.tensor(self.config.options["gamma"], dtype=torch.float64).expand(self.query.shape[1])
 
-    def search(self, query: Tensor | None = None, key: Tensor | None = None) -> Chosen:
+    def select(self, query: Tensor | None = None, key: Tensor | None = None) -> Chosen:
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
         sparse = inputs.with_offset()

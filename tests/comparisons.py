@@ -143,14 +143,14 @@ def assert_as_the_oracle(
     return close
 
 
-def compare_drawn(drawn_cases: SearchStrategy[Case], examples: int, search: Callable[[Case], Chosen] = Case.search) -> Drawn:
+def compare_drawn(drawn_cases: SearchStrategy[Case], examples: int, select: Callable[[Case], Chosen] = Case.select) -> Drawn:
     """Compare drawn cases with the oracle, few of their heads close; returns the heads that were drawn."""
     drawn = Drawn()
 
     @settings(max_examples=examples)
     @given(drawn_cases)
     def run(case: Case) -> None:
-        assert_as_the_oracle(search(case), case.reference(), drawn, case.config.method == "published")
+        assert_as_the_oracle(select(case), case.reference(), drawn, case.config.method == "published")
 
     run()
     drawn.check_close()

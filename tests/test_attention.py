@@ -92,7 +92,7 @@ SINKS_BY_DEVICE = [
 @pytest.mark.parametrize(("name", "device"), SINKS_BY_DEVICE)
 def test_sinks_are_one_more_logit(name, device):
     it = call(**VARIANTS[name])
-    keep = it.to(device).search().keep
+    keep = it.to(device).select().keep
     out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
     assert (stats.density < 1).any()
     assert_same_attention(out, it.under(keep, SINKS)[0])
@@ -108,7 +108,7 @@ wanted = pytest.mark.parametrize("wanted", [(*INPUTS, "sinks"), ("sinks",), INPU
 @pytest.mark.parametrize("name", ["groups", "everything"])
 def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
     it, sinks = call(**VARIANTS[name]), SINKS if "sinks" in wanted else None
-    assert_same_gradients(it, torch.ones_like(it.search().keep), wanted, sinks=sinks, dense_below=1000)
+    assert_same_gradients(it, torch.ones_like(it.select().keep), wanted, sinks=sinks, dense_below=1000)
 
 
 @pytest.mark.attention
@@ -118,7 +118,7 @@ def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
 def test_gradients_of_the_sparse_kernel_and_of_sinks(cuda, wanted, padded):
     mask, sinks = padding(600, ("left", 90)) if padded else None, SINKS if "sinks" in wanted else None
     it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=mask)
-    assert_same_gradients(it, it.to(cuda).search().keep, wanted, cuda, sinks, dense_below=0, backend="triton")
+    assert_same_gradients(it, it.to(cuda).select().keep, wanted, cuda, sinks, dense_below=0, backend="triton")
 
 
 NAN = float("nan")
@@ -225,7 +225,7 @@ FAULTS = {
 def test_a_row_is_nan_where_a_score_that_it_sees_is(fault, length, scores):
     name, place, number = fault
     it = call(length, block_size=32, gamma=0.5)
-    clean, keep = it.attend(**scores), it.search().keep
+    clean, keep = it.attend(**scores), it.select().keep
     getattr(it, name)[place] = number
     kernel = {"method": keeping(keep), "block_size": 32, "dense_below": 0}
     with torch.no_grad():

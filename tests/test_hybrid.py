@@ -54,7 +54,7 @@ def test_a_key_block_that_one_of_the_last_rows_attends_to_is_kept_by_all():
     query[..., 0] = 60
     query[..., 317, :2] = torch.tensor([0.0, 60.0])
     options = {"block_size": 16, "min_budget": 0, "row_stride": 16, "last_rows_dense": False}
-    keep = Case(query, key, Config(0.9, method="hybrid", **options)).search().keep[0, 0]
+    keep = Case(query, key, Config(0.9, method="hybrid", **options)).select().keep[0, 0]
     assert keep[1:, 1].all() and keep[2:, 2].all() and not keep[6:, 3:5].any()
 
 

@@ -21,7 +21,7 @@ BLOCK = 16
 # heads of both kinds that drop blocks: whole, unpadded
 INPUTS = structured_inputs(torch.Generator().manual_seed(18), 1, 4, 2, 200, 200, 32)
 CASE = Case(*INPUTS, Config(0.5, 0.08, block_size=BLOCK, min_budget=0))
-RESULT, EXPECTED = CASE.search(), CASE.reference()
+RESULT, EXPECTED = CASE.select(), CASE.reference()
 VISIBLE, FULL = (by_block(visible_pairs(CASE), BLOCK, every) for every in (False, True))
 PICKS = range(3)
 
@@ -181,7 +181,7 @@ def hybrid_case(last_rows_dense):
     options = {"block_size": BLOCK, "min_budget": 3 * BLOCK, "min_coverage": 0.6, "row_stride": 4}
     case = Case(query, key, Config(0.7, method="hybrid", last_rows_dense=last_rows_dense, **options))
     expected = case.reference()
-    assert not assert_same_blocks(case.search(), expected).any()
+    assert not assert_same_blocks(case.select(), expected).any()
     return case, expected
 
 
@@ -195,4 +195,4 @@ def test_comparison_with_the_oracle_catches_another_rule(last_rows_dense, fault,
     case, expected = hybrid_case(last_rows_dense)
     monkeypatch.setattr(*fault)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_blocks(case.search(), expected)
+        assert_same_blocks(case.select(), expected)

@@ -23,3 +23,7 @@ def __getattr__(name: str) -> Any:
     from flexmask.integrations.inspect import inspect_prefill
 
     return inspect_prefill
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

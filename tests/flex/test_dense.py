@@ -32,7 +32,7 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
     it = call(**keywords)
     decodes = keywords["q_len"] == 1
     below = {} if decodes else {"dense_below": 101}
-    expected, lse = it.under(torch.ones_like(it.search().keep))
+    expected, lse = it.under(torch.ones_like(it.select().keep))
     out, stats = it.attend(return_stats=True, **below)
     assert stats.dense is True and (stats.density == 1).all()
     assert (stats.coverage == 1).all() and stats.js_distance.isnan().all()

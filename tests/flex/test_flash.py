@@ -123,7 +123,7 @@ def test_output_and_log_sum_exp_are_those_of_kept_scores(directly, given, sinks,
     it = call(**given)
     memory = {"max_mask_bytes": 1} if groups else {}
     out, lse = it.attend(sinks=sinks, return_lse=True, **memory)
-    keep = it.search().keep
+    keep = it.select().keep
     assert not keep.all()
     assert_same_attention(out, it.under(keep, sinks)[0])
     torch.testing.assert_close(lse.double(), it.under(keep)[1], atol=1e-4, rtol=0)
@@ -133,7 +133,7 @@ def test_output_and_log_sum_exp_are_those_of_kept_scores(directly, given, sinks,
 
 def test_a_log_sum_exp_is_asked_for_where_it_is_needed_and_corrected(package):
     it = call(64)
-    selection, inputs = it.search(), AttentionInputs(it.query, it.key, it.value, 0.2)
+    selection, inputs = it.select(), AttentionInputs(it.query, it.key, it.value, 0.2)
     assert flash_attention(inputs, selection.lists, 16)[1] is None
     assert package.call_args.kwargs["return_lse"] is False
     lses = [flash_attention(inputs, selection.lists, 16, True, factor)[1] for factor in (1.0, 2.0)]
@@ -144,7 +144,7 @@ def test_a_log_sum_exp_is_asked_for_where_it_is_needed_and_corrected(package):
 
 def test_only_what_the_kernel_cannot_read_is_copied(package):
     it = call(64, dtype=torch.bfloat16)
-    lists, given = it.search().lists, (it.query, it.key, it.value)
+    lists, given = it.select().lists, (it.query, it.key, it.value)
 
     def read(*tensors):
         out = flash_attention(AttentionInputs(*tensors, 0.2), lists, 16)[0]

@@ -106,7 +106,7 @@ def test_eager_calls_are_direct_and_others_go_through_flex_attention(cuda, monke
         direct.clear()
         out = it.attend(cuda)
         assert direct, name
-        assert_same_attention(out, it.under(it.to(cuda).search().keep)[0])
+        assert_same_attention(out, it.under(it.to(cuda).select().keep)[0])
     others = {"offset": {"q_offset": 700}, "soft cap": {"scores": {"softcap": 5.0}}}
     for name, given in others.items():
         direct.clear()
@@ -134,7 +134,7 @@ def test_what_the_kernel_may_take_runs_or_is_refused_in_its_words(cuda, device, 
         with pytest.raises(ValueError, match=words):
             it.attend(cuda, backend="flash")
         return
-    out, keep = it.attend(cuda, backend="flash"), it.to(cuda).search().keep
+    out, keep = it.attend(cuda, backend="flash"), it.to(cuda).select().keep
     expected, wanted = it.under(keep)
     assert_same_attention(out, expected)
     with pytest.raises(AssertionError, match="not close"):
@@ -163,8 +163,8 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
     it = call(**{"dtype": torch.bfloat16, "block_size": 128, "gamma": 0.3, **given})
     moved = None if sinks is None else sinks.to(cuda)
     out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
-    expected, _ = it.under(it.to(cuda).search().keep, sinks)
-    wanted = it.under(it.to(cuda).search().keep)[1]
+    expected, _ = it.under(it.to(cuda).select().keep, sinks)
+    wanted = it.under(it.to(cuda).select().keep)[1]
     tolerance = 1e-2 if "softcap" in it.scores else 1e-3
 
     def close():
@@ -175,7 +175,7 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
     # the same compiled code
     torch.testing.assert_close(it.attend(cuda, sinks=moved, return_lse=True), (out, lse), atol=0, rtol=0)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, it.under(torch.ones_like(it.to(cuda).search().keep), sinks)[0])
+        assert_same_attention(out, it.under(torch.ones_like(it.to(cuda).select().keep), sinks)[0])
     # head by head
     out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash", max_mask_bytes=1)
     close()

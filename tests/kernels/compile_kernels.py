@@ -62,7 +62,7 @@ CHOICE = [
 
 
 def launched(problem: Problem) -> dict[str, Variant]:
-    """Every kernel that a search of `problem` launches, by what Triton specializes on."""
+    """Every kernel that a selection of `problem` launches, by what Triton specializes on."""
     found = {}
 
     def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: Any, **keywords: Any) -> None:

@@ -49,9 +49,9 @@ def _poisoned():
 poisoned = pytest.mark.usefixtures("_poisoned")
 
 
-def search(case):
+def selected(case):
     with by_kernels():
-        return case.search()
+        return case.select()
 
 
 @poisoned
@@ -59,9 +59,9 @@ def test_equals_the_oracle():
     short = cases(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 160), [16, 32, 48], [0.43, 0.71, 0.91, 1.0], (0, 1, 4))
     # few cases are drawn: the calls below drop blocks and have query-aware heads, whatever these do
     for drawn in (short, sparse_cases(most_blocks=14)):
-        compare_drawn(drawn, 4, search)
+        compare_drawn(drawn, 4, selected)
     with lower_thresholds(0.2):
-        compare_drawn(cases(st.integers(60, 160), [16], budgets=(0, 3), method="hybrid", row_stride=4), 5, search)
+        compare_drawn(cases(st.integers(60, 160), [16], budgets=(0, 3), method="hybrid", row_stride=4), 5, selected)
 
 
 EVERYTHING = {"gamma": 0.7, "tau": 0.5, "block_size": 16, "min_budget": 0, "row_stride": 4}
@@ -135,14 +135,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_masks_equal_those_of_the_plain_steps(name):
     case = call(**{"gamma": 0.5, "tau": 0.1, "row_stride": 4, **CALLS[name]})
-    plain, expected, found = case.search(), case.reference(), search(case)
+    plain, expected, found = case.select(), case.reference(), selected(case)
     if case.query.dtype == torch.float32:
         assert_as_the_oracle(found, expected)
         assert_equal_lists(found, plain)
     else:
         assert_same_blocks(found, expected)
         assert_same_blocks(plain, expected)
-        assert_same_stats(plain.stats, case.search(case.query.float(), case.key.float()).stats)
+        assert_same_stats(plain.stats, case.select(case.query.float(), case.key.float()).stats)
     assert (expected.margin > 1e-5).float().mean() > 0.6
     assert case.key.shape[2] < 64 or (found.stats.density < 1).any()
     assert "tau" not in CALLS[name] or found.stats.is_query_aware.any() or "window" in name
@@ -151,11 +151,11 @@ def test_masks_equal_those_of_the_plain_steps(name):
 @poisoned
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
-@pytest.mark.parametrize("chosen", [search, Case.search], ids=["kernels", "plain steps"])
+@pytest.mark.parametrize("chosen", [selected, Case.select], ids=["kernels", "plain steps"])
 def test_strides_and_what_padding_holds_change_nothing(chosen, method, layout):
     mask = padding(100, ("left", 21))
     case = call(q_len=60, kv_len=100, heads=(2, 1), attention_mask=mask, method=method, tau=0.3, row_stride=4, sharpness=5.0)
-    expected = case.search()
+    expected = case.select()
     case.key = LAYOUTS[layout](case.key.masked_fill((mask == 0)[:, None, :, None], float("nan")))
     case.query = LAYOUTS[layout](case.query)
     assert_equal_lists(chosen(case), expected)
@@ -167,7 +167,7 @@ def test_a_head_with_nan_keeps_what_it_keeps_by_the_plain_steps(method):
     """A maximum drops NaN on a GPU."""
     case = call(q_len=100, method=method, row_stride=4)
     case.query[0, 1, [64, 95]] = torch.nan
-    plain, found = case.search(), search(case)
+    plain, found = case.select(), selected(case)
     assert_equal_lists(found, plain)
     assert torch.equal(found.stats.coverage.isnan(), plain.stats.coverage.isnan())
     assert found.stats.coverage.isnan().any()
@@ -180,9 +180,9 @@ STATES = {"as stored on AMD": lambda: mock.patch("torch.version.hip", "6.4"), "b
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
 def test_neither_the_default_dtype_nor_how_amd_stores_masks_changes_them(method, state):
     case = call(q_len=60, kv_len=140, heads=(2, 1), method=method, tau=0.5, row_stride=4)
-    expected = search(case)
+    expected = selected(case)
     with state():
-        found = search(case)
+        found = selected(case)
     assert_equal_lists(found, expected)
     assert_same_stats(found.stats, expected.stats)
 
@@ -203,7 +203,7 @@ def test_kernels_are_specialized_on_strides_only(monkeypatch, maps):
     if not options:
         for name, most in zip(("SMALL_MAP", "MEDIUM_MAP"), maps, strict=True):
             monkeypatch.setattr(map_top_p_kernels, name, most)
-    search(call(q_len=64, tau=1.0, heads=(2, 1), **options))
+    selected(call(q_len=64, tau=1.0, heads=(2, 1), **options))
     assert {name for name in specialized if "stride_" not in name} == set() != specialized
 
 
@@ -215,7 +215,7 @@ def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
     selector = Config(**EVERYTHING, method=method).selector
     with by_kernels():
         prepared = select.prepare_selection(selector.for_inputs(inputs), inputs)
-        assert isinstance(prepared.method.gamma, float) and 0 < prepared.method.gamma < 1
+        assert isinstance(prepared.taken.gamma, float) and 0 < prepared.taken.gamma < 1
         found = select._as_one_operator(prepared, inputs, False, ())
         expected = select.select_blocks(prepared, inputs)
     assert all(map(torch.equal, found.lists, expected.lists))

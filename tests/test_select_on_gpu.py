@@ -1,4 +1,4 @@
-"""The search on a GPU: against the reference, in memory full of NaN, in a program with TF32."""
+"""The selection on a GPU: against the reference, in memory full of NaN, in a program with TF32."""
 
 import gc
 
@@ -30,7 +30,7 @@ def gpu_cases(count, **fixed):
 def test_equals_the_reference_on_cuda(cuda, part):
     drawn = Drawn()
     for case in [*gpu_cases(60), *gpu_cases(20, method="hybrid", max_budget=None)][part::4]:
-        assert_as_the_oracle(case.to(cuda).search(), case.reference(), drawn)
+        assert_as_the_oracle(case.to(cuda).select(), case.reference(), drawn)
     drawn.check_close()
 
 
@@ -50,8 +50,8 @@ def test_prompts_of_many_blocks_equal_the_reference_on_cuda(cuda, fixed):
     # from 36 blocks on row evidence has tiles that touch no edge; the published code takes whole blocks
     for length in (512, 640, 1024) if published else (600, 1000, 777, 513, 1200):
         case = Case(*structured_inputs(generator, 1, 8, 2, length, length, 64, sharpness=4.0 if published else 1.0), config)
-        result = case.to(cuda).search()
-        assert_equal_lists(result, case.to(cuda).search())
+        result = case.to(cuda).select()
+        assert_equal_lists(result, case.to(cuda).select())
         assert_as_the_oracle(result, case.reference(), drawn, underflow=published)
     drawn.check_close()
     assert drawn.sparse > 0
@@ -62,7 +62,7 @@ def test_kernels_run_where_query_is():
     query, key = structured_inputs(torch.Generator().manual_seed(8), 1, 4, 2, 300, 300, 64)
     case = Case(query, key, Config(0.8, 0.3, block_size=32, min_budget=32))
     torch.cuda.set_device(0)
-    result = case.to(torch.device("cuda", 1)).search()
+    result = case.to(torch.device("cuda", 1)).select()
     assert result.lists[0].device == torch.device("cuda", 1)
     assert torch.cuda.current_device() == 0
     assert_well_formed(result)
@@ -77,7 +77,7 @@ def test_wide_heads_fit_into_shared_memory(cuda, method, block_size, head_dim, d
     query, key = (x.to(dtype) for x in structured_inputs(torch.Generator().manual_seed(9), 1, 4, 2, 900, 900, head_dim))
     case = Case(query, key, Config(0.8, 0.3, block_size=block_size, min_budget=block_size, method=method))
     with lower_thresholds(0.3):
-        result = case.to(cuda).search()
+        result = case.to(cuda).select()
         assert_well_formed(result)
         assert_same_blocks(result, case.reference())
 
@@ -94,7 +94,7 @@ def test_wide_heads_fit_into_shared_memory(cuda, method, block_size, head_dim, d
 def test_maps_of_every_size_keep_what_plain_steps_keep(cuda, tokens, options):
     query, key = structured_inputs(torch.Generator().manual_seed(4), 1, 4, 2, tokens, tokens, 32, sharpness=4.0)
     case = Case(query, key, Config([0.5, 0.6, 0.7, 0.8], 1.0, **options))
-    plain, found = case.search(), case.to(cuda).search()
+    plain, found = case.select(), case.to(cuda).select()
     assert found.stats.is_query_aware.any() and 0.01 < plain.keep.float().mean() < 0.5
     # rounding may decide a block at the boundary
     assert (found.keep.cpu() != plain.keep).float().mean() < 1e-3

@@ -26,7 +26,7 @@ def test_equals_the_reference_also_where_blocks_are_dropped():
 @given(published_cases())
 def test_published_equals_the_reference_where_shares_underflow(case):
     case.scores = {"scale": 3.0}
-    result = case.search()
+    result = case.select()
     assert_as_the_oracle(result, case.reference(), underflow=True)
     # near float32's smallest number underflow depends on the order of a sum
     underflown = result.stats.js_distance.isnan()
@@ -38,7 +38,7 @@ def test_published_keeps_every_block_at_gamma_one(tau):
     # the running sum exceeds the number of blocks by rounding
     for seed in range(4):
         query, key = structured_inputs(torch.Generator().manual_seed(seed), 1, 4, 2, 1280, 1280, 32, sharpness=5.0)
-        result = Case(query, key, Config(1.0, tau, min_budget=0, method="published")).search()
+        result = Case(query, key, Config(1.0, tau, min_budget=0, method="published")).select()
         assert (result.stats.density == 1).all()
 
 
@@ -46,7 +46,7 @@ def test_published_keeps_every_block_at_gamma_one(tau):
 def test_every_window_around_the_edges_of_blocks_equals_the_reference(method):
     for window in range(30, 52):
         case = call(q_len=91, kv_len=139, heads=(2, 1), scores={"window": window}, method=method, tau=0.5, row_stride=4)
-        assert_as_the_oracle(case.search(), case.reference())
+        assert_as_the_oracle(case.select(), case.reference())
 
 
 @settings(max_examples=40)
@@ -94,11 +94,11 @@ def test_selection_needs_no_float64_where_there_is_none(monkeypatch):
     for module in (select, blocks):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 
-    def search(case):
+    def selected(case):
         with NoFloat64():
-            return case.search()
+            return case.select()
 
-    compare_drawn(cases() | published_cases() | cases(method="hybrid", row_stride=16), 40, search)
+    compare_drawn(cases() | published_cases() | cases(method="hybrid", row_stride=16), 40, selected)
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.float64])
