@@ -187,8 +187,9 @@ def plan(
     """Check and plan once what the layers of a forward pass have in common; ``plan.run(query, key, value)`` serves each.
 
     ``plan(query, key, value, ...).run(query, key, value)`` gives what ``sparse_attention(query, key, value, ...)`` does. The plan
-    holds the checked options and geometry, the backend, what runs dense and why, and the edges of blocks, but none of the
-    tensors. Make one for each set of shapes, padding and offsets.
+    holds the checked options and geometry, the backend, what runs dense and why, and copies on the device of padding, offsets,
+    edges of blocks and numbers by head, but neither query, key, value nor sinks. Make one for each set of shapes, padding and
+    offsets. It must live as long as a CUDA graph that captured its runs, and another stream waits for the one that made it.
 
     Parameters
     ----------

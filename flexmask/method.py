@@ -134,7 +134,8 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         every visible block; a call raises TypeError or ValueError for anything else.
         Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
         (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
-        tensors; 0 stays a number. Other options are compile-time constants.
+        tensors; 0 stays a number. Other options are compile-time constants. Each head must choose for itself, as heads may come
+        in groups; a class sets `Method.heads_decide_together`.
 
     Returns
     -------

@@ -41,7 +41,9 @@ class PreparedSelection(NamedTuple):
     cut: tuple[Tokens, BlockVisibility] | None = None
 
 
-def prepare_selection(selector: FittedMethod, inputs: SparseInputs, like: PreparedSelection | None = None) -> PreparedSelection:
+def prepare_selection(
+    selector: FittedMethod, inputs: SparseInputs, like: PreparedSelection | None = None, most_numbers: int = MOST_NUMBERS
+) -> PreparedSelection:
     """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
     query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
@@ -54,7 +56,7 @@ def prepare_selection(selector: FittedMethod, inputs: SparseInputs, like: Prepar
             return PreparedSelection(selector, method, True, edges=edges or _edges(inputs, size))
         numbers = selector.row_numbers(inputs.key.shape[2])
         if numbers:
-            rows = max(1, MOST_NUMBERS // (query.shape[0] * query.shape[1] * numbers * size)) * size
+            rows = max(1, most_numbers // (query.shape[0] * query.shape[1] * numbers * size)) * size
             if rows < query.shape[2]:
                 return PreparedSelection(selector, method, False, rows)
         cut = None if like is None else like.cut

@@ -256,6 +256,10 @@ class UsersMethod(Method):
     def with_options(self, **options: Any) -> UsersMethod:
         return self
 
+    def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
+        # in a group the function's mask_mod would count prompts and heads from the group's first
+        return head_groups(inputs.query, inputs.key, None)
+
     def select(self, problem: BlockProblem) -> Choice:
         return users_choice(problem, self.function, self.name, self.given)
 

@@ -165,21 +165,26 @@ def sparse_attention_varlen(
     for segment, reason in zip(filled, reasons, strict=True):
         notice_dense(reason, segment.q_len)
     dense = iter(dense_attention_packed(pack, short, return_lse, backend))
-    served = []
-    for inputs, of_call, reason in zip(problems, selectors, reasons, strict=True):
+    out, lse, stats = None, [], []
+    for segment, inputs, of_call, reason in zip(filled, problems, selectors, reasons, strict=True):
         if reason is not None:
-            served.append(Attended(*next(dense)))
-            continue
-        # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
-        plan = plan_call(inputs, of_call, call_options, return_lse)
-        notice_dense(plan.reason, inputs.query.shape[2])
-        served.append(plan.attend(inputs, statistics))
-    out = torch.cat([part.out for part in served], 2)[0].transpose(0, 1).contiguous()
-    extras: list[Any] = [torch.cat([part.lse for part in served if part.lse is not None], 2)[0]] if return_lse else []
+            part = Attended(*next(dense))
+        else:
+            # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
+            plan = plan_call(inputs, of_call, call_options, return_lse)
+            notice_dense(plan.reason, inputs.query.shape[2])
+            part = plan.attend(inputs, statistics)
+        if out is None:
+            out = part.out.new_empty((query.shape[0], *part.out.shape[1::2]))
+        out[segment.query] = part.out[0].transpose(0, 1)
+        stats.append(part.stats)
+        if part.lse is not None:
+            lse.append(part.lse)
+    extras: list[Any] = [torch.cat(lse, 2)[0]] if return_lse else []
     if return_stats:
-        of_filled = iter(served)
-        stats = (next(of_filled).stats if segment.q_len > 0 else None for segment in segments)
-        extras.append(tuple(of_call or dense_stats(pack.query) for of_call in stats))
+        of_filled = iter(stats)
+        found = (next(of_filled) if segment.q_len > 0 else None for segment in segments)
+        extras.append(tuple(of_call or dense_stats(pack.query) for of_call in found))
     return (out, *extras) if extras else out
 
 

@@ -83,6 +83,7 @@ def warmup(
     """
     batch = plain_number(batch)
     check_int("batch", batch)
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
     for name in ("attention_mask", "q_offset", "return_stats"):
         if name in options:
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
@@ -100,11 +101,11 @@ def warmup(
             q_len = length // 2 if chunked else length
             query = torch.randn(batch, num_heads, q_len, head_dim, dtype=dtype, device=device)
             key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)
-            value = torch.randn(batch, num_kv_heads, length, v_head_dim or head_dim, dtype=dtype, device=device)
+            value = torch.randn(batch, num_kv_heads, length, v_head_dim, dtype=dtype, device=device)
             mask = torch.ones(batch, length, dtype=torch.bool, device=device) if padded else None
             sparse_attention(query, key, value, attention_mask=mask, **options)
     if options.get("backend") != "triton":
-        check_for_compiled_callers(dtype, head_dim, v_head_dim or head_dim, captures=chunked)
+        check_for_compiled_callers(dtype, head_dim, v_head_dim, captures=chunked)
     if query.is_cuda:
         torch.cuda.synchronize(query.device)
     return time.perf_counter() - start

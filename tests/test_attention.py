@@ -41,6 +41,7 @@ def test_gradients_are_refused_on_cpus(which):
     with torch.no_grad():
         out = sparse_attention(*inputs, **it.config.call, dense_below=0, sinks=sinks)
     assert torch.equal(out, it.attend(sinks=SINKS))
+    assert torch.equal(out, it.attend(sinks=torch.stack([SINKS, -SINKS], 1)[:, 0]))
 
 
 @pytest.mark.parametrize("name", ["block_sparsity.py", "interface.py"])

@@ -223,15 +223,19 @@ def test_rows_of_a_chunk_see_no_later_key():
 
 
 @pytest.mark.attention
-def test_one_mask_for_all_heads_serves_groups_of_heads():
-    def of_one_head(query, key, **given):
+def test_a_function_sees_all_prompts_and_heads_whatever_memory_masks_may_take():
+    reach = torch.tensor([[5, 60, 17, 90], [33, 8, 70, 21]])
+
+    def near_by_head(query, key, **given):
         heads.append(tuple(query.shape[:2]))
-        return made_of(*lists_of(KEEP[:1, :1]))
+        return made_of(*lists_of(KEEP[:1, :1]), mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < reach[b, h])
 
     heads = []
-    out = attend(None, of_one_head, **PADDED, max_mask_bytes=1)
-    assert heads == [(1, 1)] * 8
-    assert_same_attention(out, expected(pairs_of(KEEP[:1, :1])))
+    index = torch.arange(LENGTH)
+    pairs = pairs_of(KEEP[:1, :1]) & (index[:, None] - index < reach[..., None, None])
+    for limit in ({}, {"max_mask_bytes": 1}):
+        assert_same_attention(attend(None, near_by_head, **PADDED, **limit), expected(pairs))
+    assert heads == [(2, 4)] * 2
 
 
 class Near:

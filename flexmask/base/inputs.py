@@ -157,8 +157,8 @@ def attention_inputs(
         query.shape[3] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap),
         window,
-        # a copy: the mask outlives the call
-        None if attention_mask is None else attention_mask != 0,
+        # a copy: the mask outlives the call, and kernels read it row after row
+        None if attention_mask is None else (attention_mask != 0).contiguous(),
         offset,
         sinks,
         needs_grad=value is not None and needs_gradients(query, key, value, sinks),

@@ -204,18 +204,5 @@ def joined_mask(parts: GroupSelections, inputs: SparseInputs) -> BlockMask:
     selections = [selection for _, selection in parts]
     lists = BlockLists(*(join(list(tensors)) for tensors in zip(*(selection.lists for selection in selections), strict=True)))
     maps = [selection.keep for selection in selections if selection.keep is not None]
-    mask_mod = None if selections[0].mask_mod is None else _by_group(parts)
-    return block_mask(inputs, selections[0]._replace(lists=lists, keep=join(maps) if maps else None, mask_mod=mask_mod))
-
-
-def _by_group(parts: GroupSelections) -> MaskMod:
-    def by_group(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = torch.zeros_like(q_idx, dtype=torch.bool)
-        for (rows, heads, _), selection in parts:
-            row, head = b.clamp(rows.start, rows.stop - 1), h.clamp(heads.start, heads.stop - 1)
-            assert selection.mask_mod is not None
-            of_group = selection.mask_mod(row - rows.start, head - heads.start, q_idx, kv_idx)
-            visible = visible | ((row == b) & (head == h) & of_group)
-        return visible
-
-    return by_group
+    # a mask_mod is that of a user's function, which has one group
+    return block_mask(inputs, selections[0]._replace(lists=lists, keep=join(maps) if maps else None))

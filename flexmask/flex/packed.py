@@ -58,8 +58,9 @@ def dense_attention_packed(
     calls = _shared_calls(inputs, segments, return_lse) if together else []
     chosen = Backend("triton")  # of "auto" too (docs/packed.md)
     if calls and backend == "flash":
-        # the window is in the lists
-        chosen = chosen_backend(backend, inputs.with_fields(window=None), _BLOCK, return_lse, shared=True)
+        # the window is in the lists; the mask_mod captures tensors, as that of an offset
+        like = inputs.with_fields(window=None, offset=query.new_zeros(1, dtype=torch.int32))
+        chosen = chosen_backend(backend, like, _BLOCK, return_lse, shared=True)
     for numbers in calls:
         part = [segments[number] for number in numbers]
         with without_autocast(query.device):

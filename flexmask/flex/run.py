@@ -45,7 +45,7 @@ def run_flex_attention(
     ends = None
     if on_cpu:
         # where no log-sum-exp can rescale the output
-        sinks = None if sinks is None else captured(sinks.float())
+        sinks = None if sinks is None else captured(sinks.float().contiguous())
         key, value, block_mask, ends = with_key_behind(key, value, block_mask)
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
     tiles = None if options is None else tuple(options.items())

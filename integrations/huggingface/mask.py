@@ -106,7 +106,8 @@ class PrefillMask(BlockMask):
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> PrefillMask:
         offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
-        return self._with(self._shape, offset, mask)
+        # the layers' plans are kept with this object
+        return self if offset is self.offset and mask is self.attention_mask else self._with(self._shape, offset, mask)
 
     def __getitem__(self, index: Any) -> PrefillMask:
         """Some of the rows; keeps all dimensions, as BlockMask does."""

@@ -31,10 +31,19 @@ def settings_for(config: Any, named: Named | None = None) -> PrefillSettings:
     """The defaults, those in the config, the process's and the named ones, `merged` in this order."""
     if isinstance(named, PrefillSettings):
         return named
-    base = _of_process
-    if not isinstance(base, PrefillSettings):
-        base = merged(saved_in(config) or default_settings(), base)
-    return merged(base, named or {})
+    return merged(_with_process(saved_in(config) or default_settings()), named or {})
+
+
+_merged: tuple[PrefillSettings, Named, PrefillSettings] | None = None  # the latest of `_with_process`
+
+
+def _with_process(base: PrefillSettings) -> PrefillSettings:
+    """The process's settings over `base`, the same object from layer to layer, by which plans know them."""
+    global _merged
+    latest, process = _merged, _of_process
+    if latest is None or latest[0] is not base or latest[1] is not process:
+        latest = _merged = (base, process, merged(base, process))
+    return latest[2]
 
 
 def saved_in(config: Any) -> PrefillSettings | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from weakref import ref
@@ -36,8 +36,9 @@ class Scope:
         self.probe = probe  # serves every prefill call
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
-        self.selectors: dict[nn.Module, Method] = {}  # by layer, of this process's heads
-        self._layers: dict[nn.Module, int] = {}
+        # by module, weakly: torch.nn.DataParallel makes new ones in each forward
+        self.selectors: MutableMapping[nn.Module, Method] = weakref.WeakKeyDictionary()  # of this process's heads
+        self._layers: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
 
     @locked(LOCK)
     def open(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ class ServingOptions:
     log_every: float = 60.0  # seconds at least between logs of the counters, which wait for the device, in steps that prefill
     source: str = "defaults"  # of the settings, for the log
     num_layers: int | None = None  # of the model, if its config tells
+
+    @functools.cached_property
+    def stock_layers(self) -> dict[int, int | None]:
+        """By number of ranks a layer that the options keep stock, once asked for."""
+        return {}
 
     @property
     def policy(self) -> DensePolicy:
@@ -93,9 +99,14 @@ class RequestOptions(NamedTuple):
 
 
 def noted_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
-    """The options that an engine's front end has read of a request, among its parameters."""
-    read = (given or {}).get(_READ)
-    return None if read is None else RequestOptions(*read)
+    """The options that an engine's front end has read of a request, among its parameters; None for another form of them.
+
+    A client reaches this past a front end that is not ours, and must not stop the engine.
+    """
+    match given.get(_READ) if isinstance(given, Mapping) else None:
+        case [gamma, bool(dense)] if gamma is None or (type(gamma) is float and 0 < gamma <= 1):
+            return RequestOptions(gamma, dense)
+    return None
 
 
 def prefix_key(of_client: str | None, requested: RequestOptions | None) -> str | None:
@@ -137,7 +148,9 @@ def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int
         selector.checked(selector.block_size, {**selector.options, "gamma": gamma})
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
-    layer = _stock_layer(options, ranks)
+    if ranks not in options.stock_layers:
+        options.stock_layers[ranks] = _stock_layer(options, ranks)
+    layer = options.stock_layers[ranks]
     if layer is not None:
         why = "every head keeps every block"
         raise ValueError(f"{GAMMA} must be left out: by this server's settings layer {layer} runs stock ({why})")

@@ -128,13 +128,26 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
                 # the pool divides by scales in place
                 written = (x if scales is None else x.clone() for x in chunk[1:])
                 pool.set_kv_buffer(layer, forward_batch.out_cache_loc[rows_of_chunk], *written, *(scales or ()))
-            reads = (pool.get_key_buffer, pool.get_value_buffer)
-            cached = (None if slots is None else gathered(read(layer.layer_id), slots) for read in reads)
-            parts = zip(cached, chunk[1:], scales or (None, None), strict=True)
-            keys, values = (after_cached(*part) for part in parts)
-            by_head[rows_of_chunk] = engine.attend(role, request, chunk[0], keys, values, is_counted=engine.counted is not None)
+            # not named here: a request's keys and values are gone before the next one's are made
+            by_head[rows_of_chunk] = engine.attend(
+                role,
+                request,
+                chunk[0],
+                *self._keys_and_values(layer, slots, chunk[1:], scales),
+                is_counted=engine.counted is not None,
+            )
         by_head[step.rows :] = 0  # padding
         return out
+
+    def _keys_and_values(
+        self, layer: Any, slots: Tensor | None, chunk: tuple[Tensor, Tensor], scales: tuple[Any, Any] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Those of all of a request's tokens; what is gathered is gone when they are made."""
+        pool = self.flexmask_engine.pool
+        made = []
+        for read, own, scale in zip((pool.get_key_buffer, pool.get_value_buffer), chunk, scales or (None, None), strict=True):
+            made.append(after_cached(None if slots is None else gathered(read(layer.layer_id), slots), own, scale))
+        return made[0], made[1]
 
 
 def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from itertools import accumulate
 from operator import add
 from typing import Any
@@ -46,6 +47,8 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     for name, feature in REFUSED.items():
         if getattr(server_args, name) not in (None, False, "null"):
             raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {feature}")
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() not in ("", "0", "false"):
+        raise ValueError(f"SGLANG_RUST_SERVER must be off with the attention backend {NAME!r}, whose requests it does not read")
     for name in MUST_BE_ONE:
         size = getattr(server_args, name) or 1
         if size > 1:

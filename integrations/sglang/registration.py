@@ -42,7 +42,12 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     from flexmask.integrations.serving.options import prefix_key, request_options
     from flexmask.integrations.sglang.options import KERNELS, serving_options
 
-    requested = request_options(given, lambda: serving_options(KERNELS[0], manager.model_config.hf_config), server.tp_size)
+    def served() -> Any:
+        if not hasattr(manager, "flexmask_options"):  # as the engine has read them at its start
+            manager.flexmask_options = serving_options(KERNELS[0], manager.model_config.hf_config)
+        return manager.flexmask_options
+
+    requested = request_options(given, served, server.tp_size)
     if requested is not None:
         if not hasattr(tokenized, "extra_key"):
             raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")

@@ -9,7 +9,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer
-from flexmask.integrations.serving.split import StepSplit
+from flexmask.integrations.serving.split import StepSplit, StockSpan
 from flexmask.integrations.vllm.engine import engine_of, tell_requests
 from flexmask.integrations.vllm.pages import PageTable
 
@@ -84,6 +84,10 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
 
     def _split(self, common: Any, metadata: Any) -> StepSplit:
         num_reqs = common.num_reqs
+        if common.max_query_len < self._policy.least_rows:  # as when all decode: reads no request by itself
+            rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
+            prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
+            return StepSplit((), (StockSpan(0, num_reqs, 0, int(rows.sum())),), 0, int(rows[prefills].sum()))
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)

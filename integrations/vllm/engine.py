@@ -53,6 +53,8 @@ class VLLMEngine(Engine):
             raise ValueError(
                 "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"
             )
+        if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false"):
+            raise ValueError("VLLM_USE_RUST_FRONTEND must be off with flexmask, whose requests it does not read")
         super().__init__(serving_options(vllm_config.additional_config, model.hf_config), _log)
         self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
@@ -181,7 +183,7 @@ def layer_reason(given: Mapping[str, Any], dtype: torch.dtype) -> str | None:
 
 
 # per process: layers and builders share nothing but vLLM's configuration, which a draft model copies
-_LATEST: list[VLLMEngine] = []
+_ENGINES: list[VLLMEngine] = []
 
 
 def engine_of(vllm_config: Any) -> VLLMEngine:
@@ -190,14 +192,15 @@ def engine_of(vllm_config: Any) -> VLLMEngine:
         engine = made_engine(vllm_config)
         if engine is None:
             engine = VLLMEngine(vllm_config)
-            _LATEST[:] = [engine]
+            # vLLM empties the registry of an engine that is shut down
+            _ENGINES[:] = [*(each for each in _ENGINES if each.layers or not each._prepared), engine]
         return engine
 
 
 def made_engine(vllm_config: Any) -> VLLMEngine | None:
     """The engine of a configuration, if it was made: one without our backend has none."""
     layers = vllm_config.compilation_config.static_forward_context
-    return _LATEST[0] if _LATEST and _LATEST[0].layers is layers else None
+    return next((each for each in _ENGINES if each.layers is layers), None)
 
 
 def tell_requests(vllm_config: Any) -> None:

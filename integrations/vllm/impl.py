@@ -90,27 +90,37 @@ class SparsePrefillImpl(FindsItsRole):
             rows = slice(span.start, span.stop)
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         cache = self._given.get("kv_cache_dtype") or "auto"
-        cache_scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
         sinks = getattr(self, "sinks", None)
         # a parameter is not an inference tensor, and kernels are compiled for one kind
         sinks = None if sinks is None else sinks.clone()
         for request, page_table in zip(step.split.sparse, step.page_tables, strict=True):
             rows = slice(request.start, request.stop)
-            # vLLM frees pages before the window of the first row
-            skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
-            cached: tuple[Tensor | None, Tensor | None] = (None, None)
-            if page_table is not None:
-                keys, values = self.flexmask_gather(layer, kv_cache, page_table.since(skipped))
-                cached = in_fp8(keys, cache), in_fp8(values, cache)
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.num_heads // role.num_kv_heads, 0)
                 queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
-            parts = zip(cached, (key[rows], value[rows]), cache_scales, strict=True)
-            keys, values = (after_cached(*part, skipped) for part in parts)
-            output[rows] = self.flexmask_engine.attend(role, request, queries, keys, values, sinks)
+            # vLLM frees pages before the window of the first row
+            skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
+            tokens = None if page_table is None else page_table.since(skipped)
+            # not named here: a request's keys and values are gone before the next one's are made
+            output[rows] = self.flexmask_engine.attend(
+                role, request, queries, *self._keys_and_values(layer, kv_cache, tokens, (key[rows], value[rows]), skipped), sinks
+            )
         return output
+
+    def _keys_and_values(
+        self, layer: Any, kv_cache: Tensor, page_table: PageTable | None, chunk: tuple[Tensor, Tensor], skipped: int
+    ) -> tuple[Tensor, Tensor]:
+        """Those of all of a request's tokens, but for the `skipped` first; what is gathered is gone when they are made."""
+        cache = self._given.get("kv_cache_dtype") or "auto"
+        scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
+        cached: tuple[Tensor | None, Tensor | None] = (None, None)
+        if page_table is not None:
+            keys, values = self.flexmask_gather(layer, kv_cache, page_table)
+            cached = in_fp8(keys, cache), in_fp8(values, cache)
+        made = [after_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True)]
+        return made[0], made[1]
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
         """Keys and values of these tokens from the cache, (num_kv_heads, tokens, head_dim) each."""
@@ -137,16 +147,17 @@ class SparseLatentImpl(FindsItsRole):
             super().forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
         for request, page_table in zip(step.split.sparse, step.page_tables, strict=True):
             rows = slice(request.start - decoding, request.stop - decoding)
-            latent, rotated = kv_c_normed[rows], k_pe[rows]
-            if page_table is not None:
-                page, offset = page_table.pages_and_offsets(kv_c_and_k_pe_cache.shape[1])
-                cached = kv_c_and_k_pe_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
-                latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
-            keys_and_values = self._keys_and_values(latent, rotated)
-            output[rows] = self.flexmask_engine.attend(role, request, q[rows], *keys_and_values).flatten(1)
+            # not named here: a request's keys and values are gone before the next one's are made
+            output[rows] = self.flexmask_engine.attend(
+                role, request, q[rows], *self._expanded(kv_c_and_k_pe_cache, page_table, kv_c_normed[rows], k_pe[rows])
+            ).flatten(1)
 
-    def _keys_and_values(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of every head from latent rows."""
+    def _expanded(self, kv_cache: Tensor, page_table: PageTable | None, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head, of a request's cached tokens and its chunk's latent rows."""
+        if page_table is not None:
+            page, offset = page_table.pages_and_offsets(kv_cache.shape[1])
+            cached = kv_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)
+            latent, rotated = torch.cat([cached[0], latent]), torch.cat([cached[1].unsqueeze(1), rotated])
         nope, width = self.qk_nope_head_dim, self.v_head_dim
         by_head = self.kv_b_proj(latent)[0].view(-1, self.num_heads, nope + width).transpose(0, 1)
         key = by_head.new_empty((*by_head.shape[:2], nope + rotated.shape[-1]))

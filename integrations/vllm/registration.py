@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from flexmask.integrations.serving.options import RequestOptions
+    from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
 _log = logging.getLogger("vllm.flexmask")
@@ -59,7 +59,7 @@ def read_requests() -> None:
         from flexmask.integrations.serving.options import prefix_key
 
         given = getattr(params, "extra_args", None)
-        requested = _options_of(given, config)
+        requested = _options_of(given, processor)
         if requested is not None:
             params.extra_args = requested.noted(given)
         request.cache_salt = prefix_key(request.cache_salt, requested)
@@ -73,14 +73,20 @@ def is_ours(vllm_config: Any) -> bool:
     return getattr(vllm_config.attention_config.backend, "name", None) == "CUSTOM"
 
 
-def _options_of(given: Any, vllm_config: Any) -> RequestOptions | None:
+def _options_of(given: Any, processor: Any) -> RequestOptions | None:
     from vllm.exceptions import VLLMValidationError
 
     from flexmask.integrations.serving.options import request_options
     from flexmask.integrations.vllm.options import serving_options
 
-    server = functools.partial(serving_options, vllm_config.additional_config, vllm_config.model_config.hf_config)
+    config = processor.vllm_config
+
+    def server() -> ServingOptions:
+        if not hasattr(processor, "flexmask_options"):  # as the engine has read them at its start
+            processor.flexmask_options = serving_options(config.additional_config, config.model_config.hf_config)
+        return cast("ServingOptions", processor.flexmask_options)
+
     try:
-        return request_options(given, server, vllm_config.parallel_config.tensor_parallel_size)
+        return request_options(given, server, config.parallel_config.tensor_parallel_size)
     except ValueError as error:  # which servers answer with status 500
         raise VLLMValidationError(str(error)) from None

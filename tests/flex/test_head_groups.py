@@ -1,5 +1,6 @@
 """Groups of heads: every head once, within the limit, same results; memory of a mask."""
 
+import functools
 import json
 import sys
 import weakref
@@ -7,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+import flexmask
 from flexmask import flexprefill_mask, hybrid_mask, plans, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.selector import selector_of
@@ -36,6 +38,15 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
             if named == "infllm":  # whose heads decide together
                 rows, of_each = 2 if heads >= 32 else 1, 16
             assert [shape[:2] for shape in without_kernel] == [(rows, of_each)] * (32 // (rows * of_each))
+
+
+def test_slices_of_rows_keep_to_the_limit_too():
+    query, key = torch.randn(1, 2, 2000, 16), torch.randn(1, 1, 2000, 16)
+    planned = functools.partial(flexmask.plan, query, key, key, "oracle", block_size=16, dense_below=0)
+    (whole,), (sliced,) = planned().groups, planned(max_mask_bytes=2**20).groups
+    assert whole.selection.rows is None
+    # 2,000 numbers for each of two heads and rows
+    assert sliced.selection.rows == 2**20 // 8 // (2 * 2000 * 16) * 16
 
 
 @pytest.mark.parametrize("wanted", [{}, {"return_stats": True}], ids=str)

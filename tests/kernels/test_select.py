@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import select
+from flexmask import block_masks, select
 from flexmask.base.inputs import attention_inputs
 from flexmask.select import PreparedSelection
 from flexmask.stats import FROM_LISTS, STATISTICS
@@ -205,6 +205,16 @@ def test_kernels_are_specialized_on_strides_only(monkeypatch, maps):
             monkeypatch.setattr(map_top_p_kernels, name, most)
     selected(call(q_len=64, tau=1.0, heads=(2, 1), **options))
     assert {name for name in specialized if "stride_" not in name} == set() != specialized
+
+
+@pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
+def test_a_padding_mask_of_any_layout_is_read_row_by_row(method):
+    query, key = torch.randn(3, 2, 90, 16), torch.randn(3, 1, 90, 16)
+    mask = torch.rand(3, 90, generator=torch.Generator().manual_seed(2)) < 0.8
+    make, options = getattr(block_masks, f"{method}_mask"), {"gamma": 0.5, "block_size": 16, "min_budget": 0}
+    with by_kernels():
+        made = [make(query, key, attention_mask=each, **options).to_dense() for each in (mask, mask.t().contiguous().t())]
+    assert torch.equal(*made)
 
 
 # Inside of a caller's torch.compile the kernels are one operator, flexmask::select

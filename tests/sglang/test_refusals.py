@@ -38,6 +38,12 @@ def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
         refuse_server(server(**given), given.get("uses_mla", False))
 
 
+def test_a_front_end_that_reads_no_options_is_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    with pytest.raises(ValueError, match="SGLANG_RUST_SERVER must be off"):
+        refuse_server(server(dcp_size=None, disaggregation_mode="null", speculative_algorithm=None), uses_mla=False)
+
+
 def test_a_model_whose_images_see_later_tokens_is_refused(monkeypatch):
     """Only SGLang's Triton backend shows Gemma 3's images later tokens."""
     models = pytest.importorskip("sglang.srt.models.gemma3_mm")

@@ -86,6 +86,21 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     other = SimpleNamespace(vllm_config=config_of(use_v2_model_runner=is_v2))
     getattr(runners.GPUModelRunner, name)(other, SimpleNamespace(scheduled_new_reqs=[], order="x"))
     assert engine.requested == [None, dense]
+    # and one with it: each has its own requests
+    second = config_of(use_v2_model_runner=is_v2)
+    another = engine_module.engine_of(second)
+    asked = [SimpleNamespace(req_id="y", sampling_params=read(second, {"flexmask_gamma": 0.5}).sampling_params)]
+    getattr(runners.GPUModelRunner, name)(
+        SimpleNamespace(vllm_config=second), SimpleNamespace(scheduled_new_reqs=asked, order="y")
+    )
+    assert (another.requested, step({}, "d")) == ([half], [dense])
+
+
+@pytest.mark.parametrize("variable", ["VLLM_USE_RUST_FRONTEND", "VLLM_BATCH_INVARIANT"])
+def test_what_reads_no_options_is_refused(variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(ValueError, match=f"{variable} must be off with flexmask"):
+        engine_module.engine_of(config_of())
 
 
 def test_a_runner_with_another_function_is_refused(monkeypatch):

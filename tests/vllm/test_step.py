@@ -1,6 +1,7 @@
 """Builder and implementation around a written-out stock backend, with the cache of FLASH_ATTN and vLLM's own splitting."""
 
 import logging
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -228,6 +229,44 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, 
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
     # models that take images name each request's images
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.split.sparse
+
+
+@pytest.mark.parametrize("is_prefilling", [None, (True, False, True, False, False)])
+def test_a_step_of_short_rows_is_counted_without_a_list_of_requests(is_prefilling, parts, engine, monkeypatch):
+    builder, _ = parts
+    common, _ = step_of([(1, 40), (5, 60), (7, 33), (1, 9), (0, 0)])
+    if is_prefilling is not None:
+        common = common.replace(is_prefilling=torch.tensor(is_prefilling))
+    builder._policy = builder._policy._replace(least_rows=7)
+    by_request = builder.build(0, common).flexmask_step.split
+    assert by_request.sparse
+    builder._policy = builder._policy._replace(least_rows=8)
+    monkeypatch.setattr(engine, "split", None)
+    split = builder.build(0, common).flexmask_step.split
+    assert split.sparse == () and split.dense_tokens == by_request.sparse_tokens + by_request.dense_tokens
+
+
+def test_the_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkeypatch):
+    builder, impl = parts
+    common, tensors = step_of([(90, 17), (70, 33)])
+    made, alive, gather = [], [], impl.flexmask_gather
+
+    def watched(*given):
+        alive.append(sum(each() is not None for each in made))
+        found = gather(*given)
+        made.extend(map(weakref.ref, found))
+        return found
+
+    def attended(role, request, query, key, value, sinks):
+        alive.append(sum(each() is not None for each in made))
+        made.extend(map(weakref.ref, (key, value)))
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(impl, "flexmask_gather", watched)
+    monkeypatch.setattr(impl.flexmask_engine, "attend", attended)
+    with torch.inference_mode():
+        impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
+    assert alive == [0] * 4
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
