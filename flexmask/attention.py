@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
-from flexmask.base.checks import check_shape
+from flexmask.base.checks import check_bool, check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
@@ -157,6 +157,7 @@ def sparse_attention(
     >>> out.shape
     torch.Size([1, 4, 512, 32])
     """
+    check_bool("return_stats", return_stats)
     made = _planned(
         query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
         max_mask_bytes=max_mask_bytes, return_lse=return_lse,
@@ -229,6 +230,7 @@ def _planned(
     query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any], options: dict[str, Any], *, block_size: int,
     backend: str, dense_below: int | None, max_mask_bytes: int, return_lse: bool, **geometry: Any,
 ) -> Plan:  # fmt: skip
+    check_bool("return_lse", return_lse)
     selector = selector_of(method, block_size, options)
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")

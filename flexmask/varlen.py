@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._torch import is_fake, is_traced
 from flexmask.attend import Attended
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_int, check_plain, check_shape, plain_number, plain_numbers
+from flexmask.base.checks import check_bool, check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
@@ -147,6 +147,8 @@ def sparse_attention_varlen(
     if value.shape[:2] != key.shape[:2]:
         raise ValueError(f"value must have key's total_k and num_kv_heads {tuple(key.shape[:2])}; got {tuple(value.shape[:2])}")
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    check_bool("return_lse", return_lse)
+    check_bool("return_stats", return_stats)
     segments = segments_of(cu_seqlens_q, cu_seqlens_k, query.shape[0], key.shape[0])
     _check_longest("max_seqlen_q", max_seqlen_q, [segment.q_len for segment in segments])
     _check_longest("max_seqlen_k", max_seqlen_k, [segment.kv_len for segment in segments])

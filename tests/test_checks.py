@@ -167,6 +167,7 @@ REFUSED_BY_ATTENTION: Refusals = [
         "value must have query's dtype torch.float32; got torch.float16",
     ),
     ({"value": zeros(2, 2, 96, 48, device="meta")}, ValueError, "value must be on query's device cpu; got meta"),
+    *refused_values(TypeError, "{name} must be True or False; got {got!r}", ("return_lse", "return_stats"), ("no", 1, None)),
     ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'triton', 'flash'; got 'cuda'"),
     ({"backend": None}, ValueError, "backend must be one of 'auto', 'triton', 'flash'; got None"),
     ({"dense_below": -1}, ValueError, "dense_below must be >= 0 tokens; got -1"),

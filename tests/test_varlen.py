@@ -251,6 +251,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(num_heads,\) = \(4,\)"),
     ({"backend": "triton"}, ValueError, r'backend="triton" needs a GPU'),
     ({"method": "published", "block_size": 16}, ValueError, r"method 'published' needs a whole prompt"),
+    ({"return_lse": "no"}, TypeError, r"return_lse must be True or False; got 'no'"),
+    ({"return_stats": 1}, TypeError, r"return_stats must be True or False; got 1"),
     ({"method": "hybrid", "tau": 0.1}, TypeError, r"method 'hybrid' takes the options .*; got 'tau'"),
 ]
 

@@ -55,6 +55,9 @@ class _Exit:
         if summary is not None:
             nothing_else, line = summary
             _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
+        if error is None and scope.run.ignored:
+            layers = ", ".join(map(str, scope.run.ignored))
+            _log.warning("flexmask: options of layers that called no attention were not used: layers %s", layers)
         if error is None and scope.run.unreached:
             warnings.warn(
                 f"flexmask did not reach {type(scope.model).__name__}: it ran, but none of its layers called the attention of "

@@ -144,6 +144,11 @@ class PrefillRun:
     def unreached(self) -> bool:
         return self._ran and not self._called
 
+    @property
+    def ignored(self) -> list[int]:
+        """Layers with options of their own that called no attention, though others did: those of another kind in a mixture."""
+        return sorted({*self.settings.layers} - self._called) if self._called else []
+
     def dense_summary(self) -> tuple[bool, str] | None:
         """True if every call ran dense, and the log line; None if none did."""
         if not self._dense:

@@ -16,6 +16,7 @@ from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
+from tests.integrations.families import FAMILIES
 from tests.integrations.support import model_of
 
 
@@ -48,3 +49,16 @@ def test_settings_of_the_process_are_one_object_for_all_layers(monkeypatch):
     for gamma in (0.5, 0.6):
         flexmask_hf.register(gamma=gamma)
         assert settings_for(config) is settings_for(config) and settings_for(config).options["gamma"] == gamma
+
+
+def test_options_of_layers_without_attention_are_named(caplog, without_kernel, monkeypatch):
+    model = FAMILIES["Llama"].make()
+    # as a layer of another kind in a mixture
+    monkeypatch.setattr(model.model.layers[0].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+    tokens = torch.zeros(1, 100, dtype=torch.long)
+    for layers, said in (({0: {"gamma": 0.5}, 1: {"gamma": 0.5}}, 1), ({1: {"gamma": 0.5}}, 0)):
+        caplog.clear()
+        with flexmask_hf.sparse_prefill(model, block_size=32, dense_below=0, layers=layers):
+            model(tokens)
+        ignored = [each for each in caplog.messages if "called no attention" in each]
+        assert len(ignored) == said and all(each.endswith("layers 0") for each in ignored)
