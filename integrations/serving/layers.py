@@ -1,4 +1,4 @@
-"""A layer whose long prefills run sparse, on one rank, and its attention, by `flexmask.attend`."""
+"""A layer whose long prefills run sparse, on one rank, and its attention, by a plan."""
 
 from __future__ import annotations
 
