@@ -46,8 +46,8 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
 def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, layers, number, by_name):
     made, run_alone = [], []
 
-    def plan_call(*arguments):
-        made.append(planned(*arguments))
+    def plan_call(*arguments, **keywords):
+        made.append(planned(*arguments, **keywords))
         return made[-1]
 
     planned = call.plan_call
