@@ -52,9 +52,10 @@ def _of_the_model() -> str:
 def _backend(name: str) -> type:
     module, stock_name, kernel = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
+    made = sparse_backend(name, stock, kernel)  # first: it refuses interfaces that flexmask does not know
     if stock.is_mla():
         measure_latent_layers()
-    return sparse_backend(name, stock, kernel)
+    return made
 
 
 def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...] = (), shown_as: str = "CUSTOM") -> type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -182,8 +183,8 @@ def layer_reason(given: Mapping[str, Any], dtype: torch.dtype) -> str | None:
     return f"{unknown[0]}, which flexmask does not know" if unknown else None
 
 
-# per process: layers and builders share nothing but vLLM's configuration, which a draft model copies
-_ENGINES: list[VLLMEngine] = []
+# per process: layers and builders share nothing but vLLM's configuration, which a draft model copies; they hold the engine
+_ENGINES: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
 def engine_of(vllm_config: Any) -> VLLMEngine:
@@ -192,8 +193,7 @@ def engine_of(vllm_config: Any) -> VLLMEngine:
         engine = made_engine(vllm_config)
         if engine is None:
             engine = VLLMEngine(vllm_config)
-            # vLLM empties the registry of an engine that is shut down
-            _ENGINES[:] = [*(each for each in _ENGINES if each.layers or not each._prepared), engine]
+            _ENGINES.add(engine)
         return engine
 
 

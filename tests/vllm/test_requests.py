@@ -1,5 +1,7 @@
 """The front end reads options of a request, and either model runner tells them to the engine."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +96,11 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
         SimpleNamespace(vllm_config=second), SimpleNamespace(scheduled_new_reqs=asked, order="y")
     )
     assert (another.requested, step({}, "d")) == ([half], [dense])
+    # an engine is gone with those who hold it, whether it ever started or not
+    gone = weakref.ref(another)
+    del another
+    gc.collect()
+    assert gone() is None and engine_module.made_engine(config) is engine
 
 
 @pytest.mark.parametrize("variable", ["VLLM_USE_RUST_FRONTEND", "VLLM_BATCH_INVARIANT"])
