@@ -87,7 +87,9 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         if common.max_query_len < self._policy.least_rows:  # as when all decode: reads no request by itself
             rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
             prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
-            return StepSplit((), (StockSpan(0, num_reqs, 0, int(rows.sum())),), 0, int(rows[prefills].sum()))
+            # requests that pad the batch for a CUDA graph have no rows, and may have no entry in is_prefilling
+            of_prefills = rows[: len(prefills)][prefills]
+            return StepSplit((), (StockSpan(0, num_reqs, 0, int(rows.sum())),), 0, int(of_prefills.sum()))
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)

@@ -231,7 +231,8 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, 
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.split.sparse
 
 
-@pytest.mark.parametrize("is_prefilling", [None, (True, False, True, False, False)])
+# a batch padded for a CUDA graph has no rows of its last request, and vLLM 0.33 no entry either
+@pytest.mark.parametrize("is_prefilling", [None, (True, False, True, False, False), (True, False, True, False)])
 def test_a_step_of_short_rows_is_counted_without_a_list_of_requests(is_prefilling, parts, engine, monkeypatch):
     builder, _ = parts
     common, _ = step_of([(1, 40), (5, 60), (7, 33), (1, 9), (0, 0)])
