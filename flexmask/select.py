@@ -22,6 +22,7 @@ from flexmask.stats import FROM_LISTS, computed, empty
 
 if HAS_TRITON:
     from flexmask import kernels
+    from flexmask.kernels.repeat import Repeats
 if TYPE_CHECKING:
     from flexmask.kernels.visibility import Edges
 
@@ -39,6 +40,7 @@ class PreparedSelection(NamedTuple):
     # the geometry, for kernels and for plain steps; None: computed with the selection
     edges: Edges | None = None
     cut: tuple[Tokens, BlockVisibility] | None = None
+    repeats: Repeats | None = None  # by kernels, for calls that follow one another on one stream
 
 
 def prepare_selection(
@@ -113,6 +115,11 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     return torch.stack([_written(device, part) for part in value])
 
 
+def in_turn(prepared: PreparedSelection) -> PreparedSelection:
+    """The same for calls that follow one another on one stream: its launches are noted once and repeated."""
+    return prepared._replace(repeats=Repeats()) if prepared.by_kernels else prepared
+
+
 def _edges(inputs: SparseInputs, block_size: int) -> Edges:
     with on_device(inputs.query.device):
         return kernels.edges_of(inputs, block_size)
@@ -124,7 +131,11 @@ def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: boo
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     with on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
-        return result_of(BlockProblem(inputs, size, kernels, wants_map, edges), prepared.taken, statistics)
+        problem = BlockProblem(inputs, size, kernels, wants_map, edges)
+        if prepared.repeats is None or wants_map or statistics:
+            return result_of(problem, prepared.taken, statistics)
+        lists = prepared.repeats.lists(inputs, lambda: result_of(problem, prepared.taken, ()).lists)
+        return Selection(lists, None, {}, size)
 
 
 def run_plain(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -22,6 +24,28 @@ _NUMBERS = (
 # Triton's compiled kernels take every argument, constants too, from some release on: 3.1 does not, 3.6 was run, 3.7 and 3.9 read.
 # On AMD they are specialized on sizes of tensors too.
 _COMPILED_TAKE_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) and torch.version.hip is None
+
+
+class Compiled(NamedTuple):
+    """A kernel for arguments of one kind, as Triton launches it."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+
+
+class Launch(NamedTuple):
+    """A launch that was noted."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    compiled: Compiled | None  # None: Triton analyses each launch
+
+
+NOTES: ContextVar[list[Launch] | None] = ContextVar("flexmask_launches", default=None)
+"""Where this thread notes its launches, while `flexmask.kernels.repeat` notes those of a selection."""
 
 
 class Kernel:
@@ -40,15 +64,27 @@ class Kernel:
             self._constant = tuple(parameter.is_constexpr for parameter in self.jit.params)
             self._specialized = tuple(not parameter.do_not_specialize for parameter in self.jit.params)
         self._positions: tuple[list[int], ...] | None = None
-        self._compiled: dict[Hashable, tuple[Any, ...]] = {}
+        self._compiled: dict[Hashable, Compiled] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        if not (self.launched_directly and arguments[0].is_cuda) or _is_watched():
-            self.jit[grid](*arguments, **constants)
+        notes = NOTES.get()
+        if notes is None:
+            self._run(grid, arguments, constants)
             return
+        # the interpreter's own operators are none of the selection's
+        with _disable_current_modes():
+            notes.append(Launch(self, grid, arguments, constants, self._run(grid, arguments, constants)))
+
+    def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled | None:
+        if self.launched_directly and arguments[0].is_cuda and not is_watched():
+            return self._launch_directly(grid, arguments, constants)
+        self.jit[grid](*arguments, **constants)
+        return None
+
+    def _launch_directly(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled:
         tensors, specialized, numbers, constant = self._positions or self._sort(arguments)
         device, passed = arguments[0].get_device(), list(arguments)
         for i in tensors:
@@ -69,12 +105,16 @@ class Kernel:
             if tuple(constants)[:rest] != self._names[len(passed) :]:
                 raise TypeError(f"{self.jit.__name__} takes its constants in the order {self._names[len(passed) :]}")
             kernel = self.jit[grid](*arguments, **constants)
-            self._compiled[key] = kernel.run, kernel.function, kernel.packed_metadata
-            return
-        run, function, metadata = compiled
+            self._compiled[key] = compiled = Compiled(kernel.run, kernel.function, kernel.packed_metadata)
+            return compiled
         stream = driver.active.get_current_stream(device)
         x, y, z = (*grid, 1, 1)[:3]
-        run(x, y, z, stream, function, metadata, None, None, None, *passed, *values[:rest])
+        compiled.run(x, y, z, stream, compiled.function, compiled.metadata, None, None, None, *passed, *values[:rest])
+        return compiled
+
+    def constants_of(self, launch: Launch) -> tuple[Any, ...]:
+        """What the compiled kernel takes behind the arguments."""
+        return tuple(launch.constants.values())[: len(self._names) - len(launch.arguments)]
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
         """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
@@ -101,7 +141,8 @@ def _divisibility(numbers: list[int]) -> Hashable:
     return (bits % 16 == 0 and bits < 2**31) or tuple([(n < 2**31, n % 16 == 0, n == 1) for n in numbers])
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
+    """True if a profiler wants to see every launch."""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 

@@ -115,9 +115,11 @@ def attend_chunk(
         # the plan of the step has decided about lengths
         plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:
-            plans[kind] = plan.without_tensors()
+            plan = plan.without_tensors().in_turn()
+            plans[kind] = plan
     else:
-        inputs = plan.fitting(*tensors, sinks)
+        # of one chunk and one kind of layer: as planned
+        inputs = plan.inputs.with_fields(query=tensors[0], key=tensors[1], value=tensors[2], sinks=sinks)
     attended = plan.attend(inputs, statistics, with_counts=with_counts)
     return attended._replace(out=attended.out[0].transpose(0, 1))
 

@@ -1,0 +1,171 @@
+"""Selections whose launches are noted in one layer and repeated in others: each as by itself."""
+
+import functools
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from flexmask.base.inputs import attention_inputs
+from flexmask.base.selection import BlockLists
+from flexmask.integrations.serving.layers import attend_chunk, role_of_shape
+from flexmask.kernels import launch, repeat
+from flexmask.select import in_turn, prepare_selection, select_blocks
+from flexmask.settings import PrefillSettings
+from tests.cases import Case, Config, by_kernels, structured_inputs
+from tests.comparisons import assert_equal_lists
+from tests.kernels.test_launch import OnGPU
+from tests.kernels.test_launch import launched as launched
+from tests.serving.test_attend import SHAPE
+
+HYBRID = {"method": "hybrid", "block_size": 16, "gamma": 0.8}
+HEADS = (0.7, 0.8, 0.9, 0.95)
+
+
+def layers_of(config, scores, lengths, number=2, device="cpu"):
+    """Cases of one geometry: the query and key of some layers."""
+    generator = torch.Generator().manual_seed(1)
+    made = (structured_inputs(generator, 1, 4, 2, *lengths, 32) for _ in range(number))
+    return [Case(query.to(device), key.to(device), config, scores) for query, key in made]
+
+
+def by_itself(case):
+    inputs = attention_inputs(case.query, case.key, **case.keywords()).with_offset()
+    return select_blocks(prepare_selection(case.config.selector.for_inputs(inputs), inputs), inputs)
+
+
+def prepared_for(case):
+    inputs = attention_inputs(case.query, case.key, **case.keywords()).with_offset()
+    prepared = in_turn(prepare_selection(case.config.selector.for_inputs(inputs), inputs))
+    return prepared, lambda case: select_blocks(prepared, inputs.with_fields(query=case.query, key=case.key))
+
+
+CALLS = [
+    (HYBRID, {}, (200, 200)),
+    (HYBRID, {"softcap": 5.0, "window": 100}, (63, 300)),
+    ({**HYBRID, "gamma": HEADS, "row_stride": 4}, {"scale": 0.3}, (129, 201)),
+    ({**HYBRID, "min_coverage": 0.0, "last_rows_dense": False}, {}, (1, 1)),
+    ({"method": "flexprefill", "block_size": 16, "gamma": 0.8, "min_budget": 16, "tau": 0.3}, {}, (129, 201)),
+]
+
+
+def assert_each_as_by_itself(layers):
+    prepared, selected = prepared_for(layers[0])
+    for case in (*layers, layers[0]):
+        assert_equal_lists(selected(case), by_itself(case))
+    return prepared.repeats
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
+@pytest.mark.parametrize(("options", "scores", "lengths"), CALLS)
+def test_every_layer_selects_as_by_itself(options, scores, lengths, monkeypatch):
+    layers, repeated = layers_of(Config(**options), scores, lengths), []
+    repeats = repeat._repeated
+    monkeypatch.setattr(repeat, "_repeated", lambda *given: repeated.append(1) or repeats(*given))
+    with by_kernels():
+        noted = assert_each_as_by_itself(layers)._noted
+    only_launches = options["method"] == "hybrid"
+    assert (noted is not None, len(repeated)) == (only_launches, 2 * only_launches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("options", "scores", "lengths"), CALLS)
+def test_every_layer_selects_as_by_itself_on_a_gpu(options, scores, lengths, cuda):
+    for dtype in (torch.float32, torch.bfloat16):
+        layers = layers_of(Config(**options), scores, lengths, device=cuda)
+        layers = [replace(case, query=case.query.to(dtype), key=case.key.to(dtype)) for case in layers]
+        noted = assert_each_as_by_itself(layers)._noted
+        assert noted is None or noted.direct == launch.Kernel(launch.soft_capped.fn).launched_directly
+
+
+def test_what_layers_give_stays_and_what_they_had_goes():
+    layers = layers_of(Config(**HYBRID), {}, (63, 201), 3)
+    with by_kernels():
+        _, selected = prepared_for(replace(layers[0]))
+        found, expected = [], []
+        for case in layers:
+            expected.append(by_itself(case))
+            found.append(selected(case))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_equal_lists(ours, theirs)
+    # the keys of the layer that was noted too
+    alive = [weakref.ref(x.untyped_storage()) for case in layers[1:] for x in (case.query, case.key)]
+    del layers, case
+    assert [each() for each in alive] == [None] * len(alive)
+
+
+def test_compiled_launchers_get_each_layer_s_addresses(launched):
+    run, launches = launched
+    constant, shared = torch.zeros(8).as_subclass(OnGPU), []
+
+    def select(query, key):
+        lists = BlockLists(*(query.new_empty(8, dtype=torch.int32) for _ in range(4)))
+        shared.append(query.new_empty(8))
+        run[(7,)](query[8:], shared[-1], 16, 2, 1, CONSTANT=3, num_warps=1)
+        run[(7, 3)](shared[-1], lists.kv_indices, 16, 2, 1, CONSTANT=4, num_warps=1)
+        run[(5,)](constant, lists.full_kv_indices[4:], 16, 2, 1, CONSTANT=4, num_warps=1)
+        run[(5,)](key, shared[-1], 32, 2, 1, CONSTANT=3, num_warps=1)
+        return lists
+
+    repeats, inputs = repeat.Repeats(), attention_inputs(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
+    for _ in range(4):
+        query, key = (torch.zeros(64).as_subclass(OnGPU) for _ in range(2))
+        launches.ran.clear()
+        lists = repeats.lists(inputs.with_fields(query=query, key=key), functools.partial(select, query, key))
+    assert len(shared) == 1
+    at, there = shared[0].data_ptr(), (1, "stream 0", "function", "metadata", None, None, None)
+    assert [call for _, call in launches.ran] == [
+        (7, 1, *there, query.data_ptr() + 32, at, 16, 2, 1, 3),
+        (7, 3, *there, at, lists.kv_indices.data_ptr(), 16, 2, 1, 4),
+        (5, 1, *there, constant.data_ptr(), lists.full_kv_indices.data_ptr() + 16, 16, 2, 1, 4),
+        (5, 1, *there, key.data_ptr(), at, 32, 2, 1, 3),
+    ]
+
+
+def test_other_strides_and_addresses_select_as_usual(monkeypatch):
+    layers, ran = layers_of(Config(**HYBRID), {}, (63, 201), 3), []
+    monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1))
+    with by_kernels():
+        _, selected = prepared_for(layers[0])
+        selected(layers[0])
+        wider = torch.zeros(1, 4, 63, 40)
+        wider[..., :32] = layers[1].query
+        moved = torch.zeros(layers[2].key.numel() + 1)[1:].view_as(layers[2].key).copy_(layers[2].key)
+        for case in (replace(layers[1], query=wider[..., :32]), replace(layers[2], key=moved)):
+            assert_equal_lists(selected(case), by_itself(case))
+    assert not ran
+
+
+def test_a_method_that_does_more_than_launch_is_not_repeated(monkeypatch):
+    layers = layers_of(Config(**HYBRID), {}, (63, 201))
+    with by_kernels():
+        prepared, selected = prepared_for(layers[0])
+        select = type(prepared.taken).select
+
+        def at_most_two(self, problem):
+            choice = select(self, problem)
+            choice.lists.kv_num_blocks.clamp_(max=2)
+            return choice
+
+        monkeypatch.setattr(type(prepared.taken), "select", at_most_two)
+        assert all(selected(case).lists.kv_num_blocks.max() <= 2 for case in layers)
+    assert prepared.repeats._noted is None
+
+
+@pytest.mark.attention
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
+def test_layers_of_a_chunk_repeat_the_launches_of_the_first(monkeypatch):
+    layer = role_of_shape(SHAPE, 0, PrefillSettings(block_size=32, gamma=0.8))
+    plans, ran = {}, []
+    repeats = repeat._repeated
+    monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1) or repeats(*given))
+    with by_kernels(), torch.inference_mode():
+        for number in range(4):
+            given = torch.randn(150, 4, 32), torch.randn(2, 420, 32), torch.randn(2, 420, 32)
+            ours = attend_chunk(layer, *given, plans=plans, with_counts=True)
+            alone = attend_chunk(layer, *given, with_counts=True)
+            assert torch.equal(ours.out, alone.out) and all(map(torch.equal, ours.counts, alone.counts))
+            assert len(ran) == number
