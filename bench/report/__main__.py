@@ -12,7 +12,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.report import answers, fidelity, first_page, first_token, leaderboard, should_i_use_it, speed, trained
+from bench.report import (
+    answers,
+    fidelity,
+    first_page,
+    first_token,
+    gamma,
+    greedy,
+    leaderboard,
+    should_i_use_it,
+    speed,
+    trained,
+)
 from bench.report.rows import FOLDER
 
 ROOT = Path(__file__).parents[2]
@@ -36,11 +47,14 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **trained.TABLES,
     **answers.TABLES,
     **first_page.TABLES,
+    **gamma.TABLES,
+    **greedy.TABLES,
 }
 FIGURES: dict[str, Callable[..., None]] = {
     "fidelity-by-density": fidelity.draw_by_density,
     "fidelity-trained": partial(fidelity.draw_by_density, length=32768, yarn=1, model=trained.NAME),
     "gain-and-price": first_page.draw_gain_and_price,
+    "gamma": gamma.draw,
     "speed-calls": speed.draw_calls,
 }
 _MARKED = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

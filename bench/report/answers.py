@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,22 +17,32 @@ from bench.rows import read_rows
 from bench.tables import markdown_table
 
 FILE = "answers-nvidia-h200.jsonl"
-SETTINGS = ("hybrid 0.9", "hybrid 0.95", "flexprefill 0.65", "xattention 0.8")
+GAMMAS = (0.8, 0.9, 0.95, 0.97)
+HYBRID = tuple(f"hybrid {gamma}" for gamma in GAMMAS)
+OTHERS = ("flexprefill 0.65", "xattention 0.8")
 
 
-def pairs(folder: Path, length: int, chunk: int | None = None, against: str = "dense") -> dict[tuple[str, str], table.Pairs]:
+def pairs(
+    folder: Path, length: int, chunk: int | None = None, against: str = "dense", chosen: Sequence[str] = HYBRID
+) -> dict[tuple[str, str], table.Pairs]:
     """By task and setting, of prompts of a length."""
     rows = [row for row in read_rows(folder / FILE) if (row["length"], row["chunk"]) == (length, chunk)]
-    return table.paired((row for row in rows if row["setting"] in {against, *SETTINGS}), against)
+    return table.paired((row for row in rows if row["setting"] in {against, *chosen}), against)
 
 
-def by_task(folder: Path = FOLDER, length: int = 32768, chunk: int | None = None, against: str = "dense") -> list[str]:
-    """Right parts of `against` on the most prompts; of each other setting the change in points, dlp, density and prompts of both.
+def by_task(
+    folder: Path = FOLDER,
+    length: int = 32768,
+    chunk: int | None = None,
+    against: str = "dense",
+    chosen: Sequence[str] = HYBRID,
+) -> list[str]:
+    """Right parts of `against` on the most prompts; of each chosen setting the change in points, dlp, density and prompts.
 
     The last line has RULER's mean of each setting that ran all of its tasks; its interval draws prompts within tasks.
     """
-    found = pairs(folder, length, chunk, against)
-    settings = list(dict.fromkeys(label for _, label in found))
+    found = pairs(folder, length, chunk, against, chosen)
+    settings = sorted({label for _, label in found}, key=lambda label: chosen.index(label.partition(",")[0]))
     lines = []
     for task in TASKS:
         of_task = [found.get((task, each)) for each in settings]
@@ -41,7 +51,13 @@ def by_task(folder: Path = FOLDER, length: int = 32768, chunk: int | None = None
             lines.append([f"`{task}`", _right([most]), *(_cell(each) if each else "-" for each in of_task)])
     whole = [[found[task, each] for task in RULER] if all((task, each) in found for task in RULER) else [] for each in settings]
     if any(whole):
-        lines.append([f"RULER, {len(RULER)} tasks", _right(next(filter(None, whole))), *map(_mean, whole)])
+        lines.append(
+            [
+                f"RULER, {len(RULER)} tasks",
+                _right(max(whole, key=lambda tasks: sum(len(each.ours) for each in tasks))),
+                *map(_mean, whole),
+            ]
+        )
     return markdown_table(["task", against, *settings], lines)
 
 
@@ -76,7 +92,8 @@ def _mean(tasks: list[table.Pairs]) -> str:
 
 TABLES: dict[str, Callable[[Path], list[str]]] = {
     "answers": by_task,
-    "answers-against-hybrid": partial(by_task, against="hybrid 0.9"),
+    "answers-others": partial(by_task, chosen=OTHERS),
+    "answers-against-hybrid": partial(by_task, against="hybrid 0.9", chosen=OTHERS),
     "answers-chunks": partial(by_task, chunk=8192),
     "answers-64k": partial(by_task, length=65536),
 }
