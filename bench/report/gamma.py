@@ -1,4 +1,4 @@
-"""What gamma buys and costs: answers in transformers, and first tokens in vLLM 0.33, of the 1.5B on an H200."""
+"""Gain and price of gamma: answers in transformers, and first tokens in vLLM 0.33, of the 1.5B on an H200."""
 
 from __future__ import annotations
 
