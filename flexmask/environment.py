@@ -15,7 +15,8 @@ import torch
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, has_flash_kernels, has_flash_package
-from flexmask.flex.flash_check import FlashCall, flash_verdict
+from flexmask.flex.flash_check import flash_verdict
+from flexmask.flex.flash_problem import FlashCall
 
 _MOST_CHARACTERS = 1000  # of an error: some list every model of transformers
 

@@ -13,14 +13,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.base.blocks import BlockProblem as BlockProblem
 from flexmask.base.inputs import attention_inputs, head_groups
 from flexmask.flex.block_mask import block_mask
+from flexmask.option_fields import ByHead as ByHead
+from flexmask.option_fields import PairsByHead as PairsByHead
+from flexmask.option_fields import count as count
+from flexmask.option_fields import read_fields
+from flexmask.option_fields import share as share
+from flexmask.option_fields import word as word
 from flexmask.select import prepare_selection, select_blocks
-from flexmask.selector import METHODS, read_fields
-from flexmask.selector import ByHead as ByHead
+from flexmask.selector import METHODS
 from flexmask.selector import Method as Method
-from flexmask.selector import PairsByHead as PairsByHead
-from flexmask.selector import count as count
-from flexmask.selector import share as share
-from flexmask.selector import word as word
 from flexmask.stats import STATISTICS, SelectionStats, stats_of
 
 MOST_MASK_BYTES = 16 * 2**30

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, NewType, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NewType, TypeVar, cast
 
 from torch import Tensor
 
@@ -14,8 +13,6 @@ from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.checks import (
     check_block_size,
-    check_count,
-    check_share,
     check_shares,
     check_word,
     pairs_by_head,
@@ -25,11 +22,9 @@ from flexmask.base.checks import (
 )
 from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes, tiled_list_bytes
 from flexmask.base.selection import Choice
+from flexmask.option_fields import PairsByHead
 from flexmask.users_mask import check_takes_keywords, users_choice
 
-# types of options, which decide how they reach `Method.select`
-ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
-PairsByHead = Annotated[Sequence[float] | Sequence[Sequence[float]], "pairs by head"]
 _Method = TypeVar("_Method", bound="Method")
 
 
@@ -52,26 +47,6 @@ _OWN_MASK = (
 
 METHODS: dict[str, type[Method]] = {}
 """The table of methods by name; importing `flexmask.block_masks` fills it"""
-
-
-def count(default: int, least: int = 0, unit: str = "blocks") -> Any:
-    """An option that is an integer of at least `least`."""
-    return field(default=default, metadata={"check": lambda name, value: check_count(name, value, least, unit)})
-
-
-def share(default: float | None, interval: str = "(0, 1]") -> Any:
-    """An option that is a number in an interval, ``"(0, 1]"`` or ``"[0, 1]"``; also None if that is its default."""
-
-    def check(name: str, value: Any) -> None:
-        if value is not None or default is not None:
-            check_share(name, value, interval)
-
-    return field(default=default, metadata={"check": check})
-
-
-def word(*words: str) -> Any:
-    """An option that is one of these words, the first by default."""
-    return field(default=words[0], metadata={"check": lambda name, value: check_word(name, value, words)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,27 +237,6 @@ class UsersMethod(Method):
 
     def select(self, problem: BlockProblem) -> Choice:
         return users_choice(problem, self.function, self.name, self.given)
-
-
-def read_fields(cls: type[Any]) -> None:
-    """Set what depends on the fields of a method's class: its defaults and kinds of options."""
-    hints = get_type_hints(cls, include_extras=True)
-    options = [each for each in fields(cls) if each.name != "block_size"]
-    kinds = {each.name: _alternatives(hints[each.name]) for each in options}
-    passed = (int, float, bool, str, type(None), ByHead, PairsByHead)
-    for name, alternatives in kinds.items() if cls.has_kernels else ():
-        if any(kind not in passed for kind in alternatives):
-            raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
-    cls.defaults = {each.name: each.default for each in options}
-    cls.floats = tuple(name for name, alternatives in kinds.items() if float in alternatives)
-    cls.by_head = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
-    cls.pairs = {each.name: each.metadata.get("plan") for each in options if PairsByHead in kinds[each.name]}
-    cls.checks = {each.name: each.metadata["check"] for each in options if "check" in each.metadata}
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """The parts of an annotation: those of a union, else itself."""
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def selector_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Method:

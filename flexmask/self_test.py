@@ -16,7 +16,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import flexprefill_mask
 from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.flex.backend import chosen_backend
-from flexmask.flex.flash_check import exact_attention
+from flexmask.flex.flash_problem import exact_attention
 
 # of outputs around 1, from attention in float64
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}

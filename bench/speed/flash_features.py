@@ -25,7 +25,8 @@ from bench.rows import Sheet
 from bench.speed import calls, clock
 from bench.tables import text_table
 from flexmask import sparse_attention
-from flexmask.flex.flash_check import FlashCall, Verdict, check_flash
+from flexmask.flex.flash_check import Verdict, check_flash
+from flexmask.flex.flash_problem import FlashCall
 
 COLUMNS = ("device", "torch", "flash_attn_4", "part", "name", "tokens", "density", "what", "value")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -25,7 +25,8 @@ from flexmask._torch import (
 from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.flash import needs_no_mask_mod
-from flexmask.flex.flash_check import NO_LSE_GRADIENT, FlashCall, Verdict, flash_verdict
+from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict, flash_verdict
+from flexmask.flex.flash_problem import FlashCall
 
 BACKENDS = ("auto", "triton", "flash")
 # major compute capability: where FLASH was run, and others with block-sparse kernels in flash-attn-4

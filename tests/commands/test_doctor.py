@@ -16,7 +16,8 @@ import flexmask.self_test as self_test
 from flexmask import commands
 from flexmask.flex import backend
 from flexmask.flex.backend import Backend
-from flexmask.flex.flash_check import FlashCall, Verdict
+from flexmask.flex.flash_check import Verdict
+from flexmask.flex.flash_problem import FlashCall
 from tests.repository import ROOT
 
 

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex import backend, flash
 from flexmask.flex.backend import Backend, chosen_backend
-from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, Verdict
+from flexmask.flex.flash_check import LSE_FACTORS, Verdict
+from flexmask.flex.flash_problem import FlashCall
 
 RIGHT = Verdict(lse_factor=LSE_FACTORS[1])
 WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0.02 is allowed)")

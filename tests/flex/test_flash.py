@@ -19,7 +19,8 @@ from flexmask.base.selection import Choice, block_lists, listed_blocks
 from flexmask.flex import flash_check
 from flexmask.flex.backend import Backend
 from flexmask.flex.flash import flash_attention
-from flexmask.flex.flash_check import FlashCall, Verdict, check_flash
+from flexmask.flex.flash_check import Verdict, check_flash
+from flexmask.flex.flash_problem import FlashCall
 from tests.attention_calls import SINKS, call
 from tests.comparisons import assert_same_attention
 from tests.expected import masked_attention, seen_pairs

@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.flex.flash_check import FlashCall, Verdict, check_flash, flash_verdict
+from flexmask.flex.flash_check import Verdict, check_flash, flash_verdict
+from flexmask.flex.flash_problem import FlashCall
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.expected import masked_attention
 from tests.held_open import HELD, held_open

@@ -10,7 +10,8 @@ from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.backend import auto_checks, flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.flash import flash_attention
-from flexmask.flex.flash_check import LSE_FACTORS, FlashCall, exact_attention, flash_verdict, normal_numbers
+from flexmask.flex.flash_check import LSE_FACTORS, flash_verdict
+from flexmask.flex.flash_problem import FlashCall, exact_attention, normal_numbers
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import SINKS, call, padding
 from tests.comparisons import assert_same_attention
