@@ -8,15 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask._torch import HAS_TRITON
+
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per key head."""
 
 
 class PageTable:
-    """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers."""
+    """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers.
 
-    def __init__(self, pages: Tensor, stop: int, first: int = 0) -> None:
-        self._pages = pages
+    `row` has the request's pages, (pages,) int32 and contiguous, a row of vLLM's block table.
+    """
+
+    def __init__(self, row: Tensor, stop: int, first: int = 0) -> None:
+        self.row = row.contiguous()
         self.first, self.stop = first, stop
         self._made: dict[Any, Any] = {}
 
@@ -27,14 +32,14 @@ class PageTable:
 
     def since(self, first: int) -> PageTable:
         """The same without tokens before `first`."""
-        return self if first == self.first else self._once(("since", first), lambda: PageTable(self._pages, self.stop, first))
+        return self if first == self.first else self._once(("since", first), lambda: PageTable(self.row, self.stop, first))
 
     def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
         """Page of every token, and the token's offset in it, (tokens,) int64 each."""
 
         def make() -> tuple[Tensor, Tensor]:
-            token = torch.arange(self.first, self.stop, device=self._pages.device)
-            return self._pages[token // page_size].long(), token % page_size
+            token = torch.arange(self.first, self.stop, device=self.row.device)
+            return self.row[token // page_size].long(), token % page_size
 
         return self._once(("offsets", page_size), make)
 
@@ -45,7 +50,7 @@ class PageTable:
 
     def pages(self, page_size: int) -> Tensor:
         """The pages that the tokens fill, (pages,) int64."""
-        return self._pages[self.first // page_size : -(-self.stop // page_size)].long()
+        return self.row[self.first // page_size : -(-self.stop // page_size)].long()
 
 
 def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -66,6 +71,18 @@ def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tenso
     page, offset = page_table.pages_and_offsets(page_size)
     by_head = cache.transpose(0, 1)
     return by_head[:, page, offset, :head_dim], by_head[:, page, offset, head_dim:]
+
+
+def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
+    """Whether `pages_kernel` takes this cache and these keys and values of a chunk.
+
+    It copies numbers of one dtype on a GPU. The numbers of a token in one head must be contiguous; all else may be in any memory
+    order. Shapes that do not fit are for `gathered` to refuse.
+    """
+    key, value = chunk
+    _, num_kv_heads, head_dim = key.shape
+    fits = key.shape == value.shape and cache.dim() == 4 and cache.shape[1::2] == (num_kv_heads, 2 * head_dim)
+    return HAS_TRITON and fits and all(x.is_cuda and x.dtype == cache.dtype and x.stride(-1) == 1 for x in (cache, key, value))
 
 
 def in_fp8(numbers: Tensor, cache: str) -> Tensor:

@@ -19,6 +19,8 @@ from flexmask import kernels
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
+from flexmask.integrations.vllm import pages_kernel
+from flexmask.integrations.vllm.pages import PageTable
 from flexmask.select import result_of
 from tests.cases import Config
 
@@ -62,7 +64,7 @@ CHOICE = [
 
 
 def launched(problem: Problem) -> dict[str, Variant]:
-    """Every kernel that a selection of `problem` launches, by what Triton specializes on."""
+    """Every kernel that a selection of `problem` and the reader of vLLM's cache launch, by what Triton specializes on."""
     found = {}
 
     def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: Any, **keywords: Any) -> None:
@@ -99,6 +101,9 @@ def launched(problem: Problem) -> dict[str, Variant]:
         statistics = ("row_coverage",) if rich else ()
         blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
         result_of(blocks, config.selector.with_options(**given), statistics)
+    row = torch.empty(4, 2, head_dim, dtype=dtype)
+    cache = torch.empty(2, 2, 16, 2 * head_dim, dtype=dtype)
+    pages_kernel.keys_and_values(cache, PageTable(torch.arange(2, dtype=torch.int32), 20), (row, row))
     return found
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from tests.repository import ROOT
 
-KERNELS = sorted([*(ROOT / "flexmask" / "kernels").glob("*.py"), *(ROOT / "block_masks").glob("*/*kernel*.py")])
+FOLDERS = (("flexmask/kernels", "*.py"), ("block_masks", "*/*kernel*.py"), ("integrations", "*/*kernel*.py"))
+KERNELS = sorted(path for folder, pattern in FOLDERS for path in (ROOT / folder).glob(pattern))
 WRONG = """
 @kernel
 def run(x):
