@@ -10,11 +10,15 @@ from torch import Tensor
 from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
+from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import ARGUMENTS, DRAFT, LATENT_ARGUMENTS, engine_of
-from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8, kernel_serves
+
+if HAS_TRITON:
+    from flexmask.integrations.vllm import pages_kernel
 
 
 class FindsItsRole(StockBase):  # type: ignore[misc]
@@ -114,6 +118,10 @@ class SparsePrefillImpl(FindsItsRole):
     ) -> tuple[Tensor, Tensor]:
         """Those of all of a request's tokens, but for the `skipped` first; what is gathered is gone when they are made."""
         cache = self._given.get("kv_cache_dtype") or "auto"
+        # a reader of another cache overrides `flexmask_gather`
+        is_plain = cache not in FP8_CACHES and type(self).flexmask_gather is SparsePrefillImpl.flexmask_gather
+        if page_table is not None and is_plain and kernel_serves(kv_cache, chunk):
+            return pages_kernel.keys_and_values(kv_cache, page_table, chunk)
         scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
         cached: tuple[Tensor | None, Tensor | None] = (None, None)
         if page_table is not None:

@@ -4,7 +4,7 @@ import logging
 import weakref
 from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.vllm.builder import SparsePrefillBuilder
 from flexmask.integrations.vllm.engine import engine_of
@@ -84,6 +85,18 @@ def parts(config, engine):
     return builder_class(None, [LAYER.layer_name], config, torch.device("cpu")), impl
 
 
+def read_by_kernel(patched):
+    """Read the cache by the kernel, as on a GPU; gives a mock with the calls."""
+    if not HAS_TRITON or torch.cuda.is_available():
+        pytest.skip("needs Triton's interpreter")
+    from flexmask.integrations.vllm import pages_kernel
+
+    patched.setattr("flexmask.integrations.vllm.impl.kernel_serves", lambda cache, chunk: True)
+    calls = Mock(wraps=pages_kernel.keys_and_values)
+    patched.setattr(pages_kernel, "keys_and_values", calls)
+    return calls
+
+
 def step_of(requests, order="heads first"):
     """A step: metadata, rows, and the cache with pages in random order."""
     lengths = [context + rows for rows, context in requests]
@@ -143,9 +156,49 @@ def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
 
 
 @pytest.mark.attention
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_the_kernel_s_keys_are_those_that_torch_gathers(order, parts, engine, monkeypatch):
+    engine.attend = Mock(wraps=engine.attend)
+    common, tensors = step_of(MIXES["decoding, late chunks and whole prompts"], order)
+    assert_stock_outputs(parts, common, tensors)
+    calls = read_by_kernel(monkeypatch)
+    assert_stock_outputs(parts, common, tensors)
+    assert calls.call_count == 2  # the whole prompt has no page
+    keys_and_values = [call.args[3:5] for call in engine.attend.call_args_list]
+    for one, other in zip(keys_and_values[:3], keys_and_values[3:], strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_what_the_kernel_cannot_read_is_gathered(parts, engine, monkeypatch):
+    """FP8 caches, and those of which a mixin reads the pages itself."""
+    builder, impl = parts
+    calls = read_by_kernel(monkeypatch)
+    engine.attend = Mock(return_value=torch.zeros(70, HEADS, DIM))
+    common, (query, key, value, cache) = step_of([(70, 33)])
+    gathered = []
+
+    class Reader:
+        def flexmask_gather(self, *given):
+            gathered.append(given)
+            return super().flexmask_gather(*given)
+
+    reader = type("Impl", (Reader, *type(impl).__bases__), {})(HEADS, DIM, 0.2, KV_HEADS)
+    in_fp8 = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    one = torch.ones(1)
+    layer = SimpleNamespace(layer_name=LAYER.layer_name, _q_scale=one, _k_scale=one, _v_scale=one)
+    with torch.inference_mode():
+        for each, its_cache in ((reader, cache), (in_fp8, cache.to(torch.float8_e4m3fn).view(torch.uint8))):
+            each.forward(layer, query, key, value, its_cache, builder.build(0, common), torch.empty_like(query))
+    assert (len(gathered), calls.call_count, engine.attend.call_count) == (1, 0, 2)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("junk", [float("nan"), -50.0])
-def test_pages_before_the_window_are_not_read(junk, parts, engine):
+def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, monkeypatch):
     """They are free: empty, or those of another request."""
+    if by_kernel:
+        read_by_kernel(monkeypatch)
     builder, impl = parts
     engine.options = ServingOptions(PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0))
     engine.attend = Mock(wraps=engine.attend)
@@ -268,6 +321,27 @@ def test_the_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkey
     with torch.inference_mode():
         impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
     assert alive == [0] * 4
+
+
+def test_the_kernel_s_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkeypatch):
+    builder, impl = parts
+    read = read_by_kernel(monkeypatch)
+    common, tensors = step_of([(90, 17), (70, 33)])
+    made, alive = [], []
+
+    def attended(role, request, query, key, value, sinks):
+        made.extend(map(weakref.ref, (key, value)))
+        return torch.zeros_like(query)
+
+    def watched(*given):
+        alive.append(sum(each() is not None for each in made))
+        return DEFAULT
+
+    read.side_effect = watched
+    monkeypatch.setattr(impl.flexmask_engine, "attend", attended)
+    with torch.inference_mode():
+        impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
+    assert alive == [0] * 2 and len(made) == 4
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):
