@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, noted_options
@@ -19,6 +20,9 @@ from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.vllm.options import serving_options
 from flexmask.integrations.vllm.pages import FP8_CACHES
 from flexmask.integrations.vllm.registration import wrap_once
+
+if HAS_TRITON:
+    from flexmask.integrations.vllm import pages_kernel
 
 # vLLM shows only loggers below its own
 _log = logging.getLogger("vllm.flexmask")
@@ -106,6 +110,8 @@ class VLLMEngine(Engine):
             kernel = ["", *(x.impl.flexmask_kernel for x in layers.values())][-1]
             with torch.inference_mode():
                 self.start(largest, device, self.dtype, kernel, policy, is_first)
+                if device.type == "cuda":
+                    self.compile_reader(device)
                 if in_profile and device.type != "cpu":
                     self.reserve(largest, device, self.dtype)
             if is_first and self.sparse_layers:
@@ -116,6 +122,13 @@ class VLLMEngine(Engine):
                     self.counters.export()
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
+
+    def compile_reader(self, device: torch.device) -> None:
+        """The kernel that reads the cache, for the sparse layers whose keys are in it."""
+        sparse = {name: role for name, role in self.roles.items() if isinstance(role, SparseLayer)}
+        widths = [role.head_dim for name, role in sparse.items() if not self.layers[name].attn_backend.is_mla()]
+        if HAS_TRITON:
+            pages_kernel.compile_for(widths, self.dtype, device)
 
     def _settle_layer(self, name: str, layer: Any) -> None:
         builder = layer.attn_backend.get_builder_cls()

@@ -86,7 +86,7 @@ def engine_with_layers(options, builders=None, is_latent=False):
     """Three layers, the first dense; what they start with is noted, and compiles nothing."""
     config = config_of({"dense_layers": [0], **options})
     engine = VLLMEngine(config)
-    engine.start, engine.reserve, engine.counters.export = Mock(), Mock(), Mock()
+    engine.start, engine.reserve, engine.compile_reader, engine.counters.export = Mock(), Mock(), Mock(), Mock()
     engine.calling_layers = lambda: (SimpleNamespace,)
     for number, builder in enumerate(builders or [builder_class()] * 3):
         name = f"model.layers.{number}.attn"
@@ -113,8 +113,19 @@ def test_everything_before_the_first_request_happens_once(device, in_profile):
     assert started(engine) == ((1024, 32768), torch.float32, "STOCK", 1024, True)
     is_measured = (device, in_profile) == ("cuda", True)
     assert engine.reserve.mock_calls == [call((1024, 32768), torch.device(device), torch.float32)] * is_measured
+    assert engine.compile_reader.mock_calls == [call(torch.device(device))] * (device == "cuda")
     assert engine.counters.export.call_count == 1
     assert len(engine.sparse_layers) == 2
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_the_reader_of_the_cache_is_compiled_for_sparse_layers_with_keys_in_it(is_latent, monkeypatch):
+    made = Mock()
+    monkeypatch.setattr("flexmask.integrations.vllm.engine.pages_kernel.compile_for", made)
+    engine = engine_with_layers({}, is_latent=is_latent)
+    engine.prepare(torch.device("cpu"), False)
+    VLLMEngine.compile_reader(engine, torch.device("cpu"))
+    made.assert_called_once_with([] if is_latent else [GIVEN["head_size"]] * 2, torch.float32, torch.device("cpu"))
 
 
 def test_layers_that_the_engine_calls_in_another_way_are_dense():
