@@ -32,6 +32,7 @@ FILLED = (
     "docs/options.md",
     "docs/performance.md",
     "docs/serving.md",
+    "docs/serving-measurements.md",
     "bench/FIDELITY.md",
     "bench/EARLIER.md",
     "bench/REPORT.md",
