@@ -8,6 +8,8 @@ Rows are appended to ``--json``; `bench.serving.table` compares them.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -65,6 +67,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=float, help="prompts a second that arrive at random while --at-once requests decode; alone, in --chunks"
     )
+    parser.add_argument("--turns", type=Path, help="file that engines lock in turns, a prompt's prefills at a time")
+    parser.add_argument("--engines", type=int, default=1, help="with --turns: start when so many are ready")
     parser.add_argument("--utilization", type=float, default=0.9, help="share of the GPU's memory, as vLLM's")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument(
@@ -177,6 +181,12 @@ def graphs() -> int:
 
 
 def measure(llm: Any, options: argparse.Namespace, prompt: list[int], chunk: int | None) -> dict[str, Any]:
+    """`measured`, in a turn."""
+    with turn(options.turns):
+        return measured(llm, options, prompt, chunk)
+
+
+def measured(llm: Any, options: argparse.Namespace, prompt: list[int], chunk: int | None) -> dict[str, Any]:
     """One prompt: its first request by itself, then the median of those after it."""
     asked, counters, before = [prompt], counted(llm, options), graphs()
     if chunk:
@@ -243,6 +253,26 @@ def under_load(llm: Any, options: argparse.Namespace, tokens: int, chunk: int, n
     return row | {"gap_p50": parts[49], "gap_p95": parts[94], "gap_p99": parts[98], "gap_most": max(gaps)}
 
 
+def wait_for_engines(turns: Path, number: int) -> None:
+    """Return when so many engines have come here."""
+    with turns.open("a") as file:
+        file.write("ready\n")
+    while len(turns.read_text().splitlines()) < number:
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def turn(turns: Path | None) -> Iterator[None]:
+    """Run while no other process does; None: at once."""
+    if turns is None:
+        yield
+        return
+    with turns.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    time.sleep(0.2)  # the others' turn
+
+
 def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """All rows, as the command line selects them."""
     if options.rate:
@@ -274,6 +304,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cache = llm.llm_engine.vllm_config.cache_config
     common |= {"cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size}
     common |= {"vllm": vllm.__version__, "torch": torch.__version__}
+    if options.turns:
+        wait_for_engines(options.turns, options.engines)
     for row in rows(llm, options):
         append_row(options.json, {**common, **row})
         print({**common, **row}, flush=True)
