@@ -16,7 +16,7 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
-from flexmask.select import MOST_NUMBERS, PreparedSelection, in_turn, prepare_selection, select_blocks
+from flexmask.select import MOST_NUMBERS, PreparedSelection, prepare_selection, repeating, select_blocks
 from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
 
@@ -108,11 +108,10 @@ class Plan:
         empty = {name: None if x is None else x.detach().new_empty(()).expand(x.shape) for name, x in shapes.items()}
         return replace(self, inputs=self.inputs.with_fields(**empty))
 
-    def in_turn(self) -> Plan:
-        """The same for layers that follow one another on one stream: selections share temporary memory, and only launch."""
-        if len(self.groups) != 1:
-            return self  # the memory of one group exists at a time
-        return replace(self, groups=(self.groups[0]._replace(selection=in_turn(self.groups[0].selection)),))
+    def repeating(self) -> Plan:
+        """The same for several layers: the selections of the later ones only launch."""
+        groups = [group._replace(selection=repeating(group.selection)) for group in self.groups]
+        return replace(self, groups=tuple(groups))
 
     def attend(
         self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False, with_counts: bool = False

@@ -40,7 +40,7 @@ class PreparedSelection(NamedTuple):
     # the geometry, for kernels and for plain steps; None: computed with the selection
     edges: Edges | None = None
     cut: tuple[Tokens, BlockVisibility] | None = None
-    repeats: Repeats | None = None  # by kernels, for calls that follow one another on one stream
+    repeats: Repeats | None = None  # of the launches
 
 
 def prepare_selection(
@@ -115,8 +115,8 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     return torch.stack([_written(device, part) for part in value])
 
 
-def in_turn(prepared: PreparedSelection) -> PreparedSelection:
-    """The same for calls that follow one another on one stream: its launches are noted once and repeated."""
+def repeating(prepared: PreparedSelection) -> PreparedSelection:
+    """The same, of whose selections by kernels the first is noted and others repeat its launches."""
     return prepared._replace(repeats=Repeats()) if prepared.by_kernels else prepared
 
 

@@ -36,12 +36,6 @@ def vllm_prefills(folder: Path, sparse: str, **wanted: Any) -> pd.DataFrame:
     return _paired(pd.DataFrame(rows), "method", "stock", sparse)
 
 
-def vllm_h100(folder: Path = FOLDER, **wanted: Any) -> pd.DataFrame:
-    """Hybrid with the nearest keys on an H100, whole prompts unless `wanted` has a chunk."""
-    rows = pd.DataFrame(vllm_rows(folder, "first_seconds", **{"chunk": None, **_H100, **wanted}))
-    return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
-
-
 def vllm_engines_in_turns(folder: Path, model: str, chunk: int | None) -> pd.DataFrame:
     """Times of vLLM 0.33 on an H200: stock and hybrid engines on one GPU that answered in turns."""
     found = vllm_rows(folder, "first_seconds", chunk=chunk, model=model, vllm="0.33.0", device="NVIDIA H200")

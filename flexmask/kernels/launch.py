@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -32,6 +32,11 @@ class Compiled(NamedTuple):
     run: Callable[..., None]
     function: Any
     metadata: Any
+
+    def launch(self, grid: tuple[int, ...], stream: Any, passed: Sequence[Any]) -> None:
+        """Launch with addresses for tensors, then the constants."""
+        x, y, z = (*grid, 1, 1)[:3]
+        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *passed)
 
 
 class Launch(NamedTuple):
@@ -107,9 +112,7 @@ class Kernel:
             kernel = self.jit[grid](*arguments, **constants)
             self._compiled[key] = compiled = Compiled(kernel.run, kernel.function, kernel.packed_metadata)
             return compiled
-        stream = driver.active.get_current_stream(device)
-        x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(x, y, z, stream, compiled.function, compiled.metadata, None, None, None, *passed, *values[:rest])
+        compiled.launch(grid, driver.active.get_current_stream(device), (*passed, *values[:rest]))
         return compiled
 
     def constants_of(self, launch: Launch) -> tuple[Any, ...]:
@@ -143,8 +146,9 @@ def _divisibility(numbers: list[int]) -> Hashable:
 
 def is_watched() -> bool:
     """True if a profiler wants to see every launch."""
-    hooks = triton.knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+    knobs = getattr(triton, "knobs", None)  # since Triton 3.4, where a hook is a function or None
+    hooks = () if knobs is None else (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return any(bool(getattr(hook, "calls", hook)) for hook in hooks)
 
 
 # Triton's functions of these names unwrap constants first, which took a quarter of a mask's time in Python

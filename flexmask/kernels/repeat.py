@@ -1,7 +1,7 @@
 """The launches of a selection, noted in one layer and repeated in others of the same plan: only addresses change.
 
-Between its launches a selection only makes views, allocates memory and computes the same numbers in every layer, which takes
-several times as long as launching. `Repeats` keeps the launches with their memory.
+Between its launches a selection makes views, allocates memory and computes the same numbers in every layer, which takes several
+times as long as launching. A repetition allocates the same memory and launches.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
 from flexmask.base.inputs import SparseInputs
@@ -22,7 +23,7 @@ _ALLOCATES = ("aten::empty", "aten::new_empty")  # beginnings of names
 
 
 class _Moved(NamedTuple):
-    """An argument that lies in a tensor of the call, or in one of the lists."""
+    """An argument that lies in a tensor of the call or in memory that the selection allocates."""
 
     position: int  # among the launch's arguments
     tensor: int  # its number among those tensors
@@ -32,7 +33,7 @@ class _Moved(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A launch; arguments that move are None, other tensors are the memory that all repetitions share."""
+    """A launch; arguments that move are None, other tensors are the plan's."""
 
     launch: Launch
     moved: tuple[_Moved, ...]
@@ -43,12 +44,13 @@ class _Step(NamedTuple):
 class _Noted(NamedTuple):
     steps: tuple[_Step, ...]
     layouts: tuple[Any, ...]  # of the call's tensors
-    lists: tuple[tuple[torch.Size, torch.dtype], ...]
+    made: tuple[tuple[torch.Size, torch.dtype], ...]  # memory that the selection allocates
+    lists: tuple[int, ...]  # their numbers in `made`
     direct: bool
 
 
 class Repeats:
-    """Selections by kernels of one geometry, one after another on one stream: they share their temporary memory.
+    """Selections by kernels of one geometry with the same options.
 
     The first call notes its launches. They are repeated only if the call does nothing else on the device, and only for tensors
     of the same strides and alignment; other calls select as usual.
@@ -59,7 +61,7 @@ class Repeats:
         self._may_note = True
 
     def lists(self, inputs: SparseInputs, select: Callable[[], BlockLists]) -> BlockLists:
-        """The lists that `select` makes for `inputs`, in new memory."""
+        """The lists that `select` makes for `inputs`."""
         moving = [x for x in (inputs.query, inputs.key, inputs.value) if x is not None]
         if self._noted is not None and not is_watched() and tuple(map(_layout, moving)) == self._noted.layouts:
             return _repeated(self._noted, moving)
@@ -79,24 +81,28 @@ def _noted(moving: list[Tensor], select: Callable[[], BlockLists]) -> tuple[Bloc
             lists = select()
     finally:
         NOTES.reset(token)
-    tensors = [*moving, *lists]
-    numbers = {x.untyped_storage().data_ptr(): number for number, x in enumerate(tensors)}
+    tensors = [*moving, *watch.made]
+    numbers = {_storage(x): number for number, x in enumerate(tensors)}
+    own = [numbers.get(_storage(x), 0) - len(moving) for x in lists]
     # arguments are told from one another by their memory
-    if watch.did_more or len(numbers) < len(tensors) or not all(x.is_contiguous() for x in lists):
+    if watch.did_more or len(numbers) < len(tensors) or min(own) < 0:
+        return lists, None
+    if any(_layout(x) != _layout(watch.made[number]) for x, number in zip(lists, own, strict=True)):
         return lists, None
     steps = tuple([_step(launch, tensors, numbers) for launch in launches])
-    made = tuple([(x.shape, x.dtype) for x in lists])
-    return lists, _Noted(steps, tuple(map(_layout, moving)), made, all(step.passed is not None for step in steps))
+    made = tuple([(x.shape, x.dtype) for x in watch.made])
+    is_direct = all(step.passed is not None for step in steps)
+    return lists, _Noted(steps, tuple(map(_layout, moving)), made, tuple(own), is_direct)
 
 
 def _step(launch: Launch, tensors: list[Tensor], numbers: dict[int, int]) -> _Step:
     given, moved = list(launch.arguments), []
     for position, x in enumerate(launch.arguments):
-        number = numbers.get(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else None
+        number = numbers.get(_storage(x)) if isinstance(x, Tensor) else None
         if number is not None:
             distance = x.data_ptr() - tensors[number].data_ptr()
             moved.append(_Moved(position, number, distance, tuple(x.shape), x.stride()))
-            # not held: keys and values of one layer are gone before the next one's are made
+            # nothing of the noted call is held
             given[position] = None
     passed = None
     if launch.compiled is not None:
@@ -105,9 +111,18 @@ def _step(launch: Launch, tensors: list[Tensor], numbers: dict[int, int]) -> _St
 
 
 def _repeated(noted: _Noted, moving: list[Tensor]) -> BlockLists:
-    lists = BlockLists(*[moving[0].new_empty(shape, dtype=dtype) for shape, dtype in noted.lists])
-    tensors = [*moving, *lists]
-    if not noted.direct:
+    made = [moving[0].new_empty(shape, dtype=dtype) for shape, dtype in noted.made]
+    tensors = [*moving, *made]
+    if noted.direct:
+        addresses = [x.data_ptr() for x in tensors]
+        stream = driver.active.get_current_stream(moving[0].get_device())
+        for (_, grid, _, _, compiled), moved, arguments in noted.steps:
+            assert compiled is not None and arguments is not None
+            passed = arguments.copy()
+            for position, number, distance, _, _ in moved:
+                passed[position] = addresses[number] + distance
+            compiled.launch(grid, stream, passed)
+    else:
         for launch, moved, _ in noted.steps:
             given = list(launch.arguments)
             for position, number, distance, shape, strides in moved:
@@ -115,17 +130,11 @@ def _repeated(noted: _Noted, moving: list[Tensor]) -> BlockLists:
                 start = whole.storage_offset() + distance // whole.element_size()
                 given[position] = torch.as_strided(whole, shape, strides, start)
             launch.kernel[launch.grid](*given, **launch.constants)
-        return lists
-    addresses = [x.data_ptr() for x in tensors]
-    stream = driver.active.get_current_stream(moving[0].get_device())
-    for (_, grid, _, _, compiled), moved, arguments in noted.steps:
-        assert compiled is not None and arguments is not None
-        passed = arguments.copy()
-        for position, number, distance, _, _ in moved:
-            passed[position] = addresses[number] + distance
-        x, y, z = (*grid, 1, 1)[:3]
-        compiled.run(x, y, z, stream, compiled.function, compiled.metadata, None, None, None, *passed)
-    return lists
+    return BlockLists(*[made[number] for number in noted.lists])
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _layout(x: Tensor) -> Any:
@@ -134,12 +143,20 @@ def _layout(x: Tensor) -> Any:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices operators that do more than allocate or view memory."""
+    """Notes what is allocated, and notices operators that do more than allocate memory or view what is there."""
 
-    did_more = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.did_more = False
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        schema = function._schema
+        schema, result = function._schema, function(*arguments, **(options or {}))
+        if schema.name.startswith(_ALLOCATES):
+            self.made.append(result)
+            return result
         views = [x.alias_info is not None and not x.alias_info.is_write for x in schema.returns]
-        self.did_more |= not (views and all(views)) and not schema.name.startswith(_ALLOCATES)
-        return function(*arguments, **(options or {}))
+        # in inference mode operators that may copy, such as contiguous, come as views
+        given = {_storage(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+        self.did_more |= not views or not all(views) or any(_storage(x) not in given for x in tree_leaves(result))
+        return result

@@ -115,7 +115,7 @@ def attend_chunk(
         # the plan of the step has decided about lengths
         plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:
-            plan = plan.without_tensors().in_turn()
+            plan = plan.without_tensors().repeating()
             plans[kind] = plan
     else:
         # of one chunk and one kind of layer: as planned

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from torch import Tensor
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
 from flexmask.integrations.serving.layers import SparseLayer, attend_chunk
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.plans import Plan
 from flexmask.warming import LENGTHS, MANY_BLOCKS
 
 Size = tuple[int, int]
@@ -72,10 +70,7 @@ def reserve(layers: Iterable[SparseLayer], size: Size, device: torch.device, dty
         # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
         # chunk's queries, contiguous and no longer FP8
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
-        if count_density:
-            call_of_size(layer, size, device, dtype, IN_SOME_STEPS)
-        # layers that share a plan hold the temporary memory of its selection while they attend
-        call_of_size(layer, size, device, dtype, plans={})
+        call_of_size(layer, size, device, dtype, IN_SOME_STEPS if count_density else ())
         del rows
     torch.cuda.synchronize(device)
 
@@ -89,9 +84,8 @@ def bytes_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def call_of_size(
-    layer: SparseLayer, size: Size, device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = (),
-    plans: dict[Any, Plan] | None = None,
-) -> Tensor:  # fmt: skip
+    layer: SparseLayer, size: Size, device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
+) -> Tensor:
     rows, tokens = size
     random = torch.Generator(device).manual_seed(0)
     query = torch.randn(rows, layer.num_heads, layer.head_dim, dtype=dtype, device=device, generator=random)
@@ -100,7 +94,7 @@ def call_of_size(
         for width in (layer.head_dim, layer.v_head_dim)
     )
     sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
-    return attend_chunk(layer, query, key, value, sinks, statistics, plans).out
+    return attend_chunk(layer, query, key, value, sinks, statistics).out
 
 
 def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:

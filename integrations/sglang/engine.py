@@ -47,6 +47,12 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     for name, feature in REFUSED.items():
         if getattr(server_args, name) not in (None, False, "null"):
             raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {feature}")
+    prefill = getattr(getattr(server_args, "cuda_graph_config", None), "prefill", None)
+    if getattr(prefill, "backend", None) == "full":
+        raise ValueError(
+            f"cuda_graph_config must not have the backend 'full' for prefill with the attention backend {NAME!r}: such "
+            "graphs hold the stock kernel"
+        )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() not in ("", "0", "false"):
         raise ValueError(f"SGLANG_RUST_SERVER must be off with the attention backend {NAME!r}, whose requests it does not read")
     for name in MUST_BE_ONE:

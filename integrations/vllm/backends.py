@@ -83,6 +83,8 @@ def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...]
         "get_builder_cls": staticmethod(lambda: builder),
         # a row's blocks depend on its chunk
         "supports_batch_invariance": classmethod(lambda cls: False),
+        # long chunks attend to the step's own keys
+        "supports_kv_cache_update_bypass": False,
         # the host's lengths plan steps
         "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
     }

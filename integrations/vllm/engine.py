@@ -16,6 +16,7 @@ from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, noted_options
+from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.vllm.options import serving_options
 from flexmask.integrations.vllm.pages import FP8_CACHES
@@ -28,6 +29,7 @@ if HAS_TRITON:
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
+_WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # beginnings of the ids of the requests that vLLM makes before any
 # served arguments of an attention implementation
 ARGUMENTS = {
     "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap",
@@ -54,6 +56,8 @@ class VLLMEngine(Engine):
         for name, is_on in unrun.items():
             if is_on:
                 raise ValueError(f"{name} must be off with flexmask, which was not run with it")
+        if getattr(model, "original_max_model_len", None) == -1:
+            raise ValueError("--max-model-len must be a number with flexmask, which reserves memory for such a prompt; got -1")
         if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
             raise ValueError(
                 "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"
@@ -66,6 +70,7 @@ class VLLMEngine(Engine):
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self.requested: list[RequestOptions | None] = []  # options of the requests of a step, in its order
         self._requested: dict[str, RequestOptions] = {}  # of the requests that have some, by id
+        self._in_warm_up = False
         self._prepared = False
 
     def note_requests(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
@@ -73,6 +78,11 @@ class VLLMEngine(Engine):
         known = {**self._requested, **new}
         self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
         self.requested = [self._requested.get(name) for name in order]
+        self._in_warm_up = bool(order) and all(name.startswith(_WARM_UP) for name in order)
+
+    def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
+        if not self._in_warm_up:
+            super().count_step(role, split, is_sparse)
 
     def settle(self, name: str, model: str, given: Mapping[str, Any]) -> SparseLayer | str:
         """The role of a layer whose implementation got the arguments `given`, from now on; `model` is a path."""

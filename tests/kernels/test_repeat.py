@@ -11,18 +11,17 @@ pytest.importorskip("triton")
 
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
-from flexmask.integrations.serving.layers import attend_chunk, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, attend_chunk, role_of_shape
 from flexmask.kernels import launch, repeat
-from flexmask.select import in_turn, prepare_selection, select_blocks
+from flexmask.select import prepare_selection, repeating, select_blocks
 from flexmask.settings import PrefillSettings
 from tests.cases import Case, Config, by_kernels, structured_inputs
 from tests.comparisons import assert_equal_lists
-from tests.kernels.test_launch import OnGPU
-from tests.kernels.test_launch import launched as launched
-from tests.serving.test_attend import SHAPE
+from tests.kernels.launches import OnGPU
 
-HYBRID = {"method": "hybrid", "block_size": 16, "gamma": 0.8}
-HEADS = (0.7, 0.9)
+# that drop blocks of short prompts
+HYBRID = {"method": "hybrid", "block_size": 16, "gamma": 0.97, "min_budget": 16, "min_coverage": 0.0, "last_rows_dense": False}
+HEADS = (0.96, 0.98)
 
 
 def layers_of(config, scores, lengths, number=2, device="cpu"):
@@ -40,20 +39,27 @@ def by_itself(case):
 
 def prepared_for(case):
     inputs = attention_inputs(case.query, case.key, **case.keywords()).with_offset()
-    prepared = in_turn(prepare_selection(case.config.selector.for_inputs(inputs), inputs))
+    prepared = repeating(prepare_selection(case.config.selector.for_inputs(inputs), inputs))
     return prepared, lambda case: select_blocks(prepared, inputs.with_fields(query=case.query, key=case.key))
 
 
 CALLS = [
-    (HYBRID, {}, (100, 100)),
-    (HYBRID, {"softcap": 5.0, "window": 60}, (40, 150)),
-    ({**HYBRID, "gamma": HEADS, "row_stride": 4}, {"scale": 0.3}, (65, 97)),
-    ({**HYBRID, "min_coverage": 0.0, "last_rows_dense": False}, {}, (1, 1)),
-    ({"method": "flexprefill", "block_size": 16, "gamma": 0.8, "min_budget": 16, "tau": 0.3}, {}, (65, 97)),
+    (HYBRID, {}, (120, 120)),
+    (HYBRID, {"softcap": 5.0, "window": 90}, (40, 150)),
+    ({**HYBRID, "gamma": HEADS, "row_stride": 4, "min_coverage": 0.3}, {"scale": 0.9}, (65, 130)),
+    ({**HYBRID, "last_rows_dense": True}, {}, (63, 129)),
+    ({"method": "flexprefill", "block_size": 16, "gamma": 0.8, "min_budget": 16, "tau": 0.3}, {}, (65, 129)),
 ]
 
 
+def differ(selections):
+    return not any(
+        all(map(torch.equal, one.lists, other.lists)) for number, one in enumerate(selections) for other in selections[:number]
+    )
+
+
 def assert_each_as(expected, layers):
+    assert differ(expected)
     prepared, selected = prepared_for(layers[0])
     for case, its in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
         assert_equal_lists(selected(case), its)
@@ -88,6 +94,7 @@ def test_what_layers_give_stays_and_what_they_had_goes():
     expected = list(map(by_itself, layers))
     with by_kernels():
         _, selected = prepared_for(layers[0])
+        assert differ(expected)
         for found, its in zip(list(map(selected, layers)), expected, strict=True):
             assert_equal_lists(found, its)
     # the query and key of the layer that was noted too; those that the plan was made with are the first's
@@ -98,15 +105,16 @@ def test_what_layers_give_stays_and_what_they_had_goes():
 
 def test_compiled_launchers_get_each_layer_s_addresses(launched):
     run, launches = launched
-    constant, shared = torch.zeros(8).as_subclass(OnGPU), []
+    constant, memory = torch.zeros(8).as_subclass(OnGPU), []
 
     def select(query, key):
         lists = BlockLists(*(query.new_empty(8, dtype=torch.int32) for _ in range(4)))
-        shared.append(query.new_empty(8))
-        run[(7,)](query[8:], shared[-1], 16, 2, 1, CONSTANT=3, num_warps=1)
-        run[(7, 3)](shared[-1], lists.kv_indices, 16, 2, 1, CONSTANT=4, num_warps=1)
+        between = query.new_empty(8)
+        memory.append(weakref.ref(between.untyped_storage()))
+        run[(7,)](query[8:], between, 16, 2, 1, CONSTANT=3, num_warps=1)
+        run[(7, 3)](between[4:], lists.kv_indices, 16, 2, 1, CONSTANT=4, num_warps=1)
         run[(5,)](constant, lists.full_kv_indices[4:], 16, 2, 1, CONSTANT=4, num_warps=1)
-        run[(5,)](key, shared[-1], 32, 2, 1, CONSTANT=3, num_warps=1)
+        run[(5,)](key, between, 32, 2, 1, CONSTANT=3, num_warps=1)
         return lists
 
     repeats, inputs = repeat.Repeats(), attention_inputs(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
@@ -114,14 +122,16 @@ def test_compiled_launchers_get_each_layer_s_addresses(launched):
         query, key = (torch.zeros(64).as_subclass(OnGPU) for _ in range(2))
         launches.ran.clear()
         lists = repeats.lists(inputs.with_fields(query=query, key=key), functools.partial(select, query, key))
-    assert len(shared) == 1
-    at, there = shared[0].data_ptr(), (1, "stream 0", "function", "metadata", None, None, None)
-    assert [call for _, call in launches.ran] == [
-        (7, 1, *there, query.data_ptr() + 32, at, 16, 2, 1, 3),
-        (7, 3, *there, at, lists.kv_indices.data_ptr(), 16, 2, 1, 4),
+    assert len(memory) == 1 and memory[0]() is None
+    there, calls = (1, "stream 0", "function", "metadata", None, None, None), [call for _, call in launches.ran]
+    between = calls[0][10]
+    assert calls == [
+        (7, 1, *there, query.data_ptr() + 32, between, 16, 2, 1, 3),
+        (7, 3, *there, between + 16, lists.kv_indices.data_ptr(), 16, 2, 1, 4),
         (5, 1, *there, constant.data_ptr(), lists.full_kv_indices.data_ptr() + 16, 16, 2, 1, 4),
-        (5, 1, *there, key.data_ptr(), at, 32, 2, 1, 3),
+        (5, 1, *there, key.data_ptr(), between, 32, 2, 1, 3),
     ]
+    assert between not in {x.data_ptr() for x in (query, key, constant, *lists)}
 
 
 def test_other_strides_and_addresses_select_as_usual(monkeypatch):
@@ -140,34 +150,68 @@ def test_other_strides_and_addresses_select_as_usual(monkeypatch):
     assert not ran
 
 
-def test_a_method_that_does_more_than_launch_is_not_repeated(monkeypatch):
+def at_most_two(lists, query):
+    lists.kv_num_blocks.clamp_(max=2)
+
+
+def copied(lists, query):
+    query.mT.contiguous()
+
+
+def reshaped(lists, query):
+    query.mT.flatten()
+
+
+@pytest.mark.parametrize("more", [at_most_two, copied, reshaped])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_method_that_does_more_than_launch_is_not_repeated(more, mode, monkeypatch):
     layers = layers_of(Config(**HYBRID), {}, (40, 97))
-    with by_kernels():
+    with by_kernels(), mode():
         prepared, selected = prepared_for(layers[0])
         select = type(prepared.taken).select
 
-        def at_most_two(self, problem):
+        def and_more(self, problem):
             choice = select(self, problem)
-            choice.lists.kv_num_blocks.clamp_(max=2)
+            more(choice.lists, problem.inputs.query)
             return choice
 
-        monkeypatch.setattr(type(prepared.taken), "select", at_most_two)
-        assert all(selected(case).lists.kv_num_blocks.max() <= 2 for case in layers)
+        monkeypatch.setattr(type(prepared.taken), "select", and_more)
+        for case in layers:
+            selected(case)
     assert prepared.repeats._noted is None
+
+
+def test_statistics_and_profilers_see_whole_selections(monkeypatch):
+    layers, ran = layers_of(Config(**HYBRID), {}, (40, 97)), []
+    monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1))
+    with by_kernels():
+        prepared, selected = prepared_for(layers[0])
+        selected(layers[0])
+        inputs = attention_inputs(layers[1].query, layers[1].key).with_offset()
+        assert "density" in select_blocks(prepared, inputs, statistics=("density",)).stats
+        monkeypatch.setattr(repeat, "is_watched", lambda: True)
+        selected(layers[1])
+    assert prepared.repeats._noted is not None and not ran
 
 
 @pytest.mark.attention
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
 def test_layers_of_a_chunk_repeat_the_launches_of_the_first(monkeypatch):
-    layer = role_of_shape(SHAPE, 0, PrefillSettings(block_size=32, gamma=0.8))
+    shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
+    options = {**HYBRID, "block_size": 32, "min_budget": 32}
+    layer = role_of_shape(shape, 0, PrefillSettings(**options))
     plans, ran = {}, []
     repeats = repeat._repeated
     monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1) or repeats(*given))
+    kept, generator = [], torch.Generator().manual_seed(1)
     for number in range(3):
-        given = torch.randn(70, 4, 32), torch.randn(2, 165, 32), torch.randn(2, 165, 32)
+        query, key = structured_inputs(generator, 1, 4, 2, 70, 165, 32)
+        given = query[0].transpose(0, 1), key[0], torch.randn(2, 165, 32)
         with torch.inference_mode():
             alone = attend_chunk(layer, *given, with_counts=True)
             with by_kernels():
                 ours = attend_chunk(layer, *given, plans=plans, with_counts=True)
         assert torch.equal(ours.out, alone.out) and all(map(torch.equal, ours.counts, alone.counts))
         assert len(ran) == number
+        kept.append(int(sum(map(torch.sum, ours.counts))))
+    assert len(set(kept)) == 3

@@ -15,6 +15,10 @@ from flexmask.integrations.sglang.options import stock_kernel
 from flexmask.integrations.sglang.versions import interface_faults
 
 
+def with_prefill(backend):
+    return SimpleNamespace(prefill=SimpleNamespace(backend=backend))
+
+
 def server(prefill="flexmask", decode="fa3", **others):
     given = {**dict.fromkeys(REFUSED, False), **dict.fromkeys(MUST_BE_ONE, 1), **others}
     return SimpleNamespace(prefill_attention_backend=prefill, decode_attention_backend=decode, **given)
@@ -30,10 +34,12 @@ def server(prefill="flexmask", decode="fa3", **others):
         ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be off .* guessed tokens"),
         ({"attn_cp_size": 2}, "attn_cp_size must be 1 .* got 2"),
         ({"dcp_size": 4}, "dcp_size must be 1 .* got 4"),
+        ({"cuda_graph_config": with_prefill("full")}, "cuda_graph_config must not have the backend 'full' for prefill"),
     ],
 )
 def test_servers_that_cannot_be_served_are_refused_by_name(given, message):
-    refuse_server(server(dcp_size=None, disaggregation_mode="null", speculative_algorithm=None), uses_mla=False)
+    off = {"dcp_size": None, "disaggregation_mode": "null", "speculative_algorithm": None}
+    refuse_server(server(**off, cuda_graph_config=with_prefill("breakable")), uses_mla=False)
     with pytest.raises(ValueError, match=message):
         refuse_server(server(**given), given.get("uses_mla", False))
 

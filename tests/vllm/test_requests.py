@@ -12,6 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from flexmask.integrations.serving.options import RequestOptions
+from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.vllm import engine as engine_module
 from flexmask.integrations.vllm.engine import tell_requests
 from flexmask.integrations.vllm.registration import read_requests
@@ -96,11 +97,25 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
         SimpleNamespace(vllm_config=second), SimpleNamespace(scheduled_new_reqs=asked, order="y")
     )
     assert (another.requested, step({}, "d")) == ([half], [dense])
+    # vLLM's own requests are not counted
+    role, split = object.__new__(engine_module.SparseLayer), StepSplit((), (), 0, 7)
+    engine.roles = {"layer": role}
+    for order, counted in ((["_warmup_0_", "_v2_mixed_warmup_decode_"], 0), (["d", "_warmup_1_"], 7), (["d"], 14)):
+        step({}, order)
+        engine.count_step(role, split, is_sparse=True)
+        assert engine.counters.dense_tokens == counted
     # an engine is gone with those who hold it, whether it ever started or not
     gone = weakref.ref(another)
     del another
     gc.collect()
     assert gone() is None and engine_module.made_engine(config) is engine
+
+
+def test_a_length_that_vllm_fits_later_is_refused():
+    config = config_of()
+    config.model_config.original_max_model_len = -1
+    with pytest.raises(ValueError, match="--max-model-len must be a number with flexmask"):
+        engine_module.engine_of(config)
 
 
 @pytest.mark.parametrize("variable", ["VLLM_USE_RUST_FRONTEND", "VLLM_BATCH_INVARIANT"])
