@@ -2,7 +2,7 @@
 
 By task and setting: prompts, the share answered right, what the setting changes in points with its 95% interval, dlp (the change
 of the log-probability of the whole right answer, nats, mean and standard error) and density; all paired by prompt with dense, or
-with ``--against`` a setting. *RULER* is the mean over the tasks of RULER that are there; its interval is of a bootstrap over the
+with ``--against`` a setting. *RULER* is the mean of the means of RULER's tasks that are there, density too; its interval is of a bootstrap over the
 prompts of each task. dlp needs about a tenth of the prompts that a score needs.
 """
 
@@ -12,7 +12,7 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -56,6 +56,11 @@ def paired(rows: Iterable[Row], against: str) -> dict[tuple[str, str], Pairs]:
                 pairs.ours.append(row)
                 pairs.others.append(of_prompt[against])
     return found
+
+
+def mean_of_tasks(tasks: Sequence[Pairs], name: str, rows: Literal["ours", "others"] = "ours") -> float:
+    """Mean of the tasks' means: every task weighs the same, however many prompts it has."""
+    return float(np.mean([pairs.mean(getattr(pairs, rows), name) for pairs in tasks]))
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -108,12 +113,10 @@ def lines(rows: Iterable[Row], score: str = "exact", against: str = "dense") -> 
         tasks = [found[task, name] for task in RULER if (task, name) in found]
         if len(tasks) > 1:
             of_tasks = [pairs.differences(score) for pairs in tasks]
-            before = float(np.mean([pairs.mean(pairs.others, score) for pairs in tasks]))
-            after = float(np.mean([pairs.mean(pairs.ours, score) for pairs in tasks]))
+            before, after = mean_of_tasks(tasks, score, "others"), mean_of_tasks(tasks, score)
             prompts = str(sum(len(of_task) for of_task in of_tasks))
             cells = [f"RULER, {len(tasks)} tasks", name, prompts, f"{100 * before:.1f}", f"{100 * after:.1f}"]
-            density = share([row for pairs in tasks for row in pairs.ours], "density")
-            cells += [points(after - before, of_task_means(of_tasks)), "", density, "", ""]
+            cells += [points(after - before, of_task_means(of_tasks)), "", f"{mean_of_tasks(tasks, 'density'):.1%}", "", ""]
             table.append(f"| {' | '.join(cells)} |")
     return table
 

@@ -62,7 +62,7 @@ def by_task(
 
 
 def _right(tasks: list[table.Pairs]) -> str:
-    return f"{100 * np.mean([pairs.mean(pairs.others, 'parts') for pairs in tasks]):.1f}"
+    return f"{100 * table.mean_of_tasks(tasks, 'parts', 'others'):.1f}"
 
 
 def _cell(pairs: table.Pairs) -> str:
@@ -73,10 +73,7 @@ def _cell(pairs: table.Pairs) -> str:
 
 def changes_of_means(tasks: list[table.Pairs]) -> tuple[float, float, tuple[float, float]]:
     """Right parts of 100, mean of the tasks: of the others, of ours, and the interval of the change."""
-    before, after = (
-        100 * float(np.mean([each.mean(rows, "parts") for each in tasks for rows in [getattr(each, of)]]))
-        for of in ("others", "ours")
-    )
+    before, after = 100 * table.mean_of_tasks(tasks, "parts", "others"), 100 * table.mean_of_tasks(tasks, "parts")
     low, high = table.of_task_means([each.differences("parts") for each in tasks])
     return before, after, (100 * low, 100 * high)
 
@@ -85,7 +82,7 @@ def _mean(tasks: list[table.Pairs]) -> str:
     if not tasks:
         return "-"
     before, after, (low, high) = changes_of_means(tasks)
-    density = float(np.mean([each.mean(each.ours, "density") for each in tasks]))
+    density = table.mean_of_tasks(tasks, "density")
     count = sum(len(each.ours) for each in tasks)
     return f"{after - before:+.1f} [{low:+.1f}, {high:+.1f}]; {percent(density)}; {count}"
 

@@ -35,7 +35,7 @@ def _timed(folder: Path) -> dict[str, pd.DataFrame]:
 def brief(folder: Path = FOLDER) -> list[str]:
     """A column per length: speedups of first tokens, and right parts of RULER's tasks where all were run."""
     rows = [[name, *(f"{ratio:.2f}x" for ratio in timed["ratio"].loc[list(_LENGTHS)])] for name, timed in _timed(folder).items()]
-    rows.append(["1.5B, right answers", *(_ruler(length, folder) for length in _LENGTHS)])
+    rows.append(["1.5B, right answers, whole, transformers", *(_ruler(length, folder) for length in _LENGTHS)])
     return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
 
 
