@@ -2,8 +2,8 @@
 
 By task and setting: prompts, the share answered right, what the setting changes in points with its 95% interval, dlp (the change
 of the log-probability of the whole right answer, nats, mean and standard error) and density; all paired by prompt with dense, or
-with ``--against`` a setting. *RULER* is the mean of the means of RULER's tasks that are there, density too; its interval is of a bootstrap over the
-prompts of each task. dlp needs about a tenth of the prompts that a score needs.
+with ``--against`` a setting. *RULER* is the mean of the means of RULER's tasks that are there, density too; its interval is of a
+bootstrap over the prompts of each task. dlp needs about a tenth of the prompts that a score needs.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def speeds(folder: Path = FOLDER) -> list[str]:
         for tokens, rows in first_tokens(folder, chunk).groupby(level="prompt_tokens"):
             cells = [f"{row['ratio']:.2f}x ({percent(row['density'])})" for _, row in rows.iterrows()]
             lines.append([f"{thousands(int(str(tokens)))}, {place}", *cells])
-    return markdown_table(["prompt", *(f"gamma {gamma}" for gamma in GAMMAS)], lines)
+    return markdown_table(["prompt, two texts", *(f"gamma {gamma}" for gamma in GAMMAS)], lines)
 
 
 def draw(axes: Any, folder: Path = FOLDER) -> None:

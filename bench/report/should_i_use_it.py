@@ -17,7 +17,7 @@ from bench.tables import markdown_table, thousands
 # pages, from docs/
 _ENGINES, _ERROR = "serving-measurements.md#times", "../bench/EARLIER.md#does-it-hold-at-my-length"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
-_NEWEST = "serving.md#serving"
+_NEWEST = "serving.md#times"
 _LATENT, _MIXTURES = "serving-measurements.md#deepseek-v3s-attention", "serving-measurements.md#mixtures-and-sinks"
 _SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
 _ON_FLASH = "hybrid, gamma 0.1, min_budget 2688, min_coverage 0, backend flash"
