@@ -1,7 +1,8 @@
 """The served releases of the engines, and the check of release and interfaces at start-up.
 
-The newest two minor releases of each engine are served, tested and timed. A newer one is served with a warning if its interfaces
-fit. An older one is refused; the message names the last release of flexmask that served it.
+The newest two minor releases of each engine are served (docs/serving.md says what was run on which). A newer one is
+served with a warning if its interfaces fit. An older one is refused; the message names the last release of flexmask that served
+it.
 """
 
 from __future__ import annotations

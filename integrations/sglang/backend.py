@@ -43,20 +43,20 @@ def make_backend(runner: Any) -> Any:
     refuse_server(server, runner.use_mla_backend)
     refuse_model(runner.model, model.is_multimodal)
     options.settings.check_model(model.hf_text_config)
-    others = ATTENTION_BACKENDS[options.kernel](runner)
-    warning = check_interfaces("SGLang", sglang.__version__, interface_faults(type(others)))
+    stock = ATTENTION_BACKENDS[options.kernel](runner)
+    warning = check_interfaces("SGLang", sglang.__version__, interface_faults(type(stock)))
     if warning is not None:
         _log.warning("%s", warning)
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     engine = SGLangEngine(runner, options, rank, ranks)
     engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
-        return others
+        return stock
     tell_requests(engine.requested)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()
-    return sparse(others, runner, engine)
+    return sparse(stock, runner, engine)
 
 
 def largest_call(runner: Any, chunk: int | None) -> tuple[int, int]:
@@ -65,17 +65,17 @@ def largest_call(runner: Any, chunk: int | None) -> tuple[int, int]:
     return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 
-def sparse(others: Any, runner: Any, engine: SGLangEngine) -> Any:
-    """A backend like `others` that runs long prompts sparse; `others` serves the rest of such steps."""
-    base = type(others)
-    return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, others)
+def sparse(stock: Any, runner: Any, engine: SGLangEngine) -> Any:
+    """A backend like `stock` that runs long prompts sparse; `stock` serves the rest of such steps."""
+    base = type(stock)
+    return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, stock)
 
 
 class SparsePrefill(StockBase):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
-    def __init__(self, runner: Any, engine: SGLangEngine, others: Any) -> None:
-        self.flexmask_engine, self.flexmask_others = engine, others
+    def __init__(self, runner: Any, engine: SGLangEngine, stock: Any) -> None:
+        self.flexmask_engine, self.flexmask_stock = engine, stock
         self.flexmask_step: Step | None = None
         super().__init__(runner)
 
@@ -84,7 +84,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         super().init_forward_metadata(forward_batch)
         step = self.flexmask_engine.step(forward_batch)
         if step is not None and step.stock_batch is not None:
-            self.flexmask_others.init_forward_metadata(step.stock_batch)
+            self.flexmask_stock.init_forward_metadata(step.stock_batch)
         self.flexmask_step = step
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
@@ -118,7 +118,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         by_head = out.view(query.shape)
         if step.stock_rows is not None:
             rows = step.stock_rows
-            stock_out = self.flexmask_others.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
+            stock_out = self.flexmask_stock.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
             by_head[rows] = stock_out.view(-1, *query.shape[1:])
         pool, scales = engine.pool, engine.scales(layer)
         for request, slots in zip(step.split.sparse, step.slots, strict=True):
