@@ -17,7 +17,7 @@ LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gathe
 _PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
 # what an engine's front end has read of them, among the parameters that it hands on; a request that sends this name is refused
-_READ = "flexmask_read"
+_ENCODED = "flexmask_read"
 _KEY = "flexmask "  # begins our keys for cached prefixes
 
 
@@ -93,17 +93,17 @@ class RequestOptions(NamedTuple):
     gamma: float | None = None  # of every head of the sparse layers; None: the server's
     dense: bool = False
 
-    def noted(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """A request's parameters with these options as `noted_options` reads them."""
-        return {**(given or {}), _READ: list(self)}
+    def encoded_in(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """A request's parameters with these options as `decoded_options` reads them."""
+        return {**(given or {}), _ENCODED: list(self)}
 
 
-def noted_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
+def decoded_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
     """The options that an engine's front end has read of a request, among its parameters; None for another form of them.
 
     A client reaches this past a front end that is not ours, and must not stop the engine.
     """
-    match given.get(_READ) if isinstance(given, Mapping) else None:
+    match given.get(_ENCODED) if isinstance(given, Mapping) else None:
         case [gamma, bool(dense)] if gamma is None or (type(gamma) is float and 0 < gamma <= 1):
             return RequestOptions(gamma, dense)
     return None

@@ -2,7 +2,7 @@
 
 `make_backend` makes an `SGLangEngine` (engine.py), which splits each step; `SparsePrefill.forward_extend` passes its long prompts
 to `Engine.attend` (serving/engine.py). SGLang's tokenizer process reads the options of single requests, in ``custom_params``
-(registration.py); `tell_requests` tells the scheduler's.
+(registration.py); `follow_requests` tells the scheduler's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer, after_cached
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
-from flexmask.integrations.sglang.engine import SGLangEngine, refuse_model, refuse_server, tell_requests
+from flexmask.integrations.sglang.engine import SGLangEngine, follow_requests, refuse_model, refuse_server
 from flexmask.integrations.sglang.options import serving_options, stock_kernel
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import interface_faults
@@ -52,7 +52,7 @@ def make_backend(runner: Any) -> Any:
     engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
         return stock
-    tell_requests(engine.requested)
+    follow_requests(engine.requested)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()

@@ -12,7 +12,7 @@ import torch
 
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.registration import NAME
@@ -188,14 +188,14 @@ def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
     return None
 
 
-def tell_requests(requested: dict[str, RequestOptions]) -> None:
+def follow_requests(requested: dict[str, RequestOptions]) -> None:
     """Make SGLang fill `requested`, by request id, with the options of the requests of each batch."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def tell(made: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
         requested.clear()
         for request in batch.reqs or ():
-            options = noted_options(request.sampling_params.custom_params)
+            options = decoded_options(request.sampling_params.custom_params)
             if options is not None:
                 requested[request.rid] = options
 

@@ -19,14 +19,14 @@ def register() -> None:
     if NAME not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_make_backend)
-    read_requests()
+    encode_requests()
 
 
 def _make_backend(runner: Any) -> Any:
     return importlib.import_module("flexmask.integrations.sglang.backend").make_backend(runner)
 
 
-def read_requests() -> None:
+def encode_requests() -> None:
     """Make SGLang refuse wrong options of a request, and keep cached prefixes of different options apart."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -51,6 +51,6 @@ def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     if requested is not None:
         if not hasattr(tokenized, "extra_key"):
             raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")
-        params.custom_params = requested.noted(given)
+        params.custom_params = requested.encoded_in(given)
     if hasattr(tokenized, "extra_key"):
         tokenized.extra_key = prefix_key(key, requested)

@@ -10,7 +10,7 @@ from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.split import StepSplit, StockSpan
-from flexmask.integrations.vllm.engine import engine_of, tell_requests
+from flexmask.integrations.vllm.engine import engine_of, follow_requests
 from flexmask.integrations.vllm.pages import PageTable
 
 
@@ -40,7 +40,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         if is_sparse and not self._splits_steps:
             self.flexmask_engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
         self._policy = self.flexmask_engine.options.policy  # of latent attention another
-        tell_requests(vllm_config)
+        follow_requests(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:

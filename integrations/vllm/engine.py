@@ -15,7 +15,7 @@ import torch
 from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
-from flexmask.integrations.serving.options import RequestOptions, noted_options
+from flexmask.integrations.serving.options import RequestOptions, decoded_options
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.vllm.options import serving_options
@@ -73,7 +73,7 @@ class VLLMEngine(Engine):
         self._in_warm_up = False
         self._prepared = False
 
-    def note_requests(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
+    def set_requested(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
         """Note the options of new requests and the order of a step's requests; those that are no longer alive are forgotten."""
         known = {**self._requested, **new}
         self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
@@ -226,7 +226,7 @@ def made_engine(vllm_config: Any) -> VLLMEngine | None:
     return next((each for each in _ENGINES if each.layers is layers), None)
 
 
-def tell_requests(vllm_config: Any) -> None:
+def follow_requests(vllm_config: Any) -> None:
     """Make vLLM's model runner set `VLLMEngine.requested` before each step; ImportError if it has other functions than these."""
     if vllm_config.use_v2_model_runner:
         from vllm.v1.worker.gpu import model_runner
@@ -246,11 +246,11 @@ def tell_requests(vllm_config: Any) -> None:
         engine = made_engine(runner.vllm_config)
         if engine is not None:
             requests = scheduler_output.scheduled_new_reqs
-            new = {x.req_id: noted_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
+            new = {x.req_id: decoded_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
             if name == "prepare_inputs":
-                engine.note_requests(new, batch.req_ids, runner.req_states.req_id_to_index)
+                engine.set_requested(new, batch.req_ids, runner.req_states.req_id_to_index)
             else:
-                engine.note_requests(new, runner.input_batch.req_ids, runner.requests)
+                engine.set_requested(new, runner.input_batch.req_ids, runner.requests)
         return batch
 
     wrap_once(runner, name, prepare)

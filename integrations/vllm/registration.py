@@ -27,7 +27,7 @@ def register() -> None:
         _log.warning("flexmask: attention backend CUSTOM is taken by %s and stays so", custom.get_path())
     else:
         register_backend(custom, path)
-    read_requests()
+    encode_requests()
 
 
 def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -44,7 +44,7 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def read_requests() -> None:
+def encode_requests() -> None:
     """Make vLLM's front end refuse wrong options of a request, and keep cached prefixes of different options apart."""
     try:
         from vllm.v1.engine.input_processor import InputProcessor
@@ -61,7 +61,7 @@ def read_requests() -> None:
         given = getattr(params, "extra_args", None)
         requested = _options_of(given, processor)
         if requested is not None:
-            params.extra_args = requested.noted(given)
+            params.extra_args = requested.encoded_in(given)
         request.cache_salt = prefix_key(request.cache_salt, requested)
         return request
 

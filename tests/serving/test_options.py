@@ -7,7 +7,7 @@ import pytest
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions, noted_options, prefix_key, request_options
+from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options, prefix_key, request_options
 from flexmask.integrations.sglang.options import VARIABLE
 from flexmask.integrations.sglang.options import serving_options as options_of_sglang
 from flexmask.integrations.vllm.options import serving_options as options_of_vllm
@@ -136,11 +136,11 @@ def test_a_request_chooses_a_gamma_or_dense_attention():
 
 def test_what_no_front_end_of_ours_has_read_is_no_option():
     for options in (RequestOptions(gamma=0.5), RequestOptions(dense=True)):
-        assert noted_options({"another": 1, **options.noted(None)}) == options
+        assert decoded_options({"another": 1, **options.encoded_in(None)}) == options
     for read in (7, "ab", [0.5], [9.0, False], [0.0, False], [True, False], [0.5, 1], [0.5, False, 1], {"a": 1}, None):
-        assert noted_options({"flexmask_read": read}) is None
+        assert decoded_options({"flexmask_read": read}) is None
     for given in (None, 7, [1], {}):
-        assert noted_options(given) is None
+        assert decoded_options(given) is None
 
 
 def test_prefixes_have_one_key_for_each_pair_of_options_and_the_client_s_key():

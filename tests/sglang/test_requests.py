@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexmask.integrations.serving.options import RequestOptions, noted_options
+from flexmask.integrations.serving.options import RequestOptions, decoded_options
 from flexmask.integrations.sglang.options import VARIABLE
 from flexmask.integrations.sglang.registration import _read
 
@@ -25,7 +25,7 @@ def read(monkeypatch):
 
 def test_options_are_noted_and_enter_the_key(read):
     made = read({"flexmask_gamma": 0.5, "thinking_budget": 9}, extra_key="mine")
-    assert noted_options(made.sampling_params.custom_params) == RequestOptions(gamma=0.5)
+    assert decoded_options(made.sampling_params.custom_params) == RequestOptions(gamma=0.5)
     given = [({"flexmask_gamma": 0.5}, None), ({"flexmask_dense": True}, None), ({"flexmask_dense": True}, "mine")]
     keys = [read(custom, extra_key=key).extra_key for custom, key in given]
     # a client may choose any key, also one of these

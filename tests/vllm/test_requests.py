@@ -14,8 +14,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from flexmask.integrations.serving.options import RequestOptions
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.vllm import engine as engine_module
-from flexmask.integrations.vllm.engine import tell_requests
-from flexmask.integrations.vllm.registration import read_requests
+from flexmask.integrations.vllm.engine import follow_requests
+from flexmask.integrations.vllm.registration import encode_requests
 from tests.vllm.configs import config_of
 
 
@@ -28,7 +28,7 @@ def read(monkeypatch):
 
     monkeypatch.setattr(InputProcessor, "process_inputs", make)
     for _ in range(2):  # plug-ins may be loaded again
-        read_requests()
+        encode_requests()
     return lambda config, *rest: InputProcessor.process_inputs(SimpleNamespace(vllm_config=config), *rest)
 
 
@@ -72,7 +72,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     name = "prepare_inputs" if is_v2 else "_update_states"
     monkeypatch.setattr(runners.GPUModelRunner, name, prepare)
     for _ in range(2):  # one per group of layers
-        tell_requests(config)
+        follow_requests(config)
 
     def step(new, order):
         made = [SimpleNamespace(req_id=each, sampling_params=read(config, given).sampling_params) for each, given in new.items()]
@@ -130,4 +130,4 @@ def test_a_runner_with_another_function_is_refused(monkeypatch):
 
     monkeypatch.setattr(GPUModelRunner, "_update_states", lambda self, another: None)
     with pytest.raises(ImportError, match=r"GPUModelRunner\._update_states must take scheduler_output; got another"):
-        tell_requests(config_of(use_v2_model_runner=False))
+        follow_requests(config_of(use_v2_model_runner=False))
