@@ -87,7 +87,6 @@ class Method:
             check(name, getattr(self, name))
         self.check()
 
-    # what a method defines
     def select(self, problem: BlockProblem) -> Choice | Tensor | None:
         """Choose the blocks: a `Choice`, or a bool map (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks); None: all."""
         raise NotImplementedError
@@ -113,7 +112,6 @@ class Method:
         """
         return 0
 
-    # what follows from it
     @classmethod
     def checked(cls: type[_Method], block_size: int, options: Mapping[str, Any]) -> _Method:
         """The method with these options; raises for wrong ones."""

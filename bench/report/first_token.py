@@ -50,7 +50,7 @@ def sglang(folder: Path = FOLDER, gpu: str = "h200", kernel: str = "fa3") -> pd.
 
 
 def transformers(folder: Path = FOLDER, model: str = SHAPE) -> pd.DataFrame:
-    """Of random blocks."""
+    """Times in transformers, of random blocks."""
     rows = model_rows(folder).loc[model].reset_index()
     return _paired(rows, "method", DENSE, f"random blocks, {RANDOM}").assign(density=RANDOM)
 

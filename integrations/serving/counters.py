@@ -62,7 +62,7 @@ class Counters:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Of the calls of this step."""
+        """The statistics that calls of this step compute."""
         return IN_SOME_STEPS if self._looks else ()
 
     def add_call(self, layer: SparseLayer, attended: Attended, rows: int, tokens: int, heads: bool = True) -> None:

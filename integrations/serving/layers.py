@@ -41,7 +41,7 @@ class LayerShape:
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
     def keeps_all(self, selector: Method) -> list[bool]:
-        """By head: a selector has nothing to drop. Raises TypeError or ValueError for one that cannot serve chunks."""
+        """For each query head: the selector keeps all its blocks. TypeError or ValueError for one that cannot serve chunks."""
         return selector.for_inputs(self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all(self.num_heads)
 
 
