@@ -81,7 +81,7 @@ def _own_attention(module: nn.Module) -> Any:
 
 
 def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """The arguments of `attention` that its signature does not name."""
+    """Refuse arguments of `attention` that its signature does not name."""
     for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise refusal(f"the argument {name}", instead)

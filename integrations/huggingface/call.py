@@ -31,7 +31,10 @@ def serve(
     module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None,
     mask: object = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one prefill call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim); calls of one `mask` share plans."""
+    """Attention of one prefill call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim).
+
+    Calls of one `mask` share plans.
+    """
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
