@@ -117,7 +117,7 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
 
 def repeating(prepared: PreparedSelection) -> PreparedSelection:
     """The same, of whose selections by kernels the first is noted and others repeat its launches."""
-    return prepared._replace(repeats=Repeats()) if prepared.by_kernels else prepared
+    return prepared._replace(repeats=Repeats()) if prepared.by_kernels and prepared.taken.only_launches else prepared
 
 
 def _edges(inputs: SparseInputs, block_size: int) -> Edges:

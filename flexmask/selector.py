@@ -63,6 +63,7 @@ class Method:
     # of the class
     name = ""  # in `METHODS`
     has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; an operator passes its options: numbers, words, by head
+    only_launches: ClassVar[bool] = False  # beside allocating memory that is all that its kernels' steps do on the device
     heads_decide_together: ClassVar[bool] = False
     whole_blocks: ClassVar[bool] = False  # whole prompts of whole blocks only
     is_users: ClassVar[bool] = False  # a user's function of query and key

@@ -82,6 +82,7 @@ class Hybrid(Method):
     """
 
     has_kernels = True
+    only_launches = True
 
     gamma: ByHead = 0.9
     _: KW_ONLY

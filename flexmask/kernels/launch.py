@@ -49,8 +49,8 @@ class Launch(NamedTuple):
     compiled: Compiled | None  # None: Triton analyses each launch
 
 
-NOTES: ContextVar[list[Launch] | None] = ContextVar("flexmask_launches", default=None)
-"""Where this thread notes its launches, while `flexmask.kernels.repeat` notes those of a selection."""
+NOTES: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_notes", default=None)
+"""Gets this thread's launches, while `flexmask.kernels.repeat` notes those of a selection."""
 
 
 class Kernel:
@@ -81,7 +81,7 @@ class Kernel:
             return
         # the interpreter's own operators are none of the selection's
         with _disable_current_modes():
-            notes.append(Launch(self, grid, arguments, constants, self._run(grid, arguments, constants)))
+            notes(Launch(self, grid, arguments, constants, self._run(grid, arguments, constants)))
 
     def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled | None:
         if self.launched_directly and arguments[0].is_cuda and not is_watched():

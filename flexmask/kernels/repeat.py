@@ -1,12 +1,12 @@
 """The launches of a selection, noted in one layer and repeated in others of the same plan: only addresses change.
 
-Between its launches a selection makes views, allocates memory and computes the same numbers in every layer, which takes several
-times as long as launching. A repetition allocates the same memory and launches.
+Between its launches a selection makes views and computes the same numbers in every layer, which takes as long as launching or
+longer. A repetition allocates the same memory, each piece while launches need it, and launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,98 +39,143 @@ class _Step(NamedTuple):
     moved: tuple[_Moved, ...]
     # as the compiled kernel takes them, tensors as addresses; None: Triton analyses each launch
     passed: list[Any] | None
+    first: tuple[int, ...] = ()  # memory between launches that none used before
+    last: tuple[int, ...] = ()  # and that none uses later
 
 
 class _Noted(NamedTuple):
-    steps: tuple[_Step, ...]
+    steps: list[_Step]
     layouts: tuple[Any, ...]  # of the call's tensors
-    made: tuple[tuple[torch.Size, torch.dtype], ...]  # memory that the selection allocates
-    lists: tuple[int, ...]  # their numbers in `made`
+    made: list[tuple[torch.Size, torch.dtype]]  # memory that the selection allocates
+    lists: list[int]  # their numbers, as all numbers behind those of the call's tensors
     direct: bool
 
 
 class Repeats:
-    """Selections by kernels of one geometry with the same options.
+    """Selections by kernels that differ in query, key and value only.
 
-    The first call notes its launches. They are repeated only if the call does nothing else on the device, and only for tensors
-    of the same strides and alignment; other calls select as usual.
+    The first call selects as usual, the second notes its launches. They are repeated only if that call does nothing else on the
+    device, and only for tensors of the same strides and alignment; other calls select as usual.
     """
 
     def __init__(self) -> None:
         self._noted: _Noted | None = None
-        self._may_note = True
+        self._calls = 0
 
     def lists(self, inputs: SparseInputs, select: Callable[[], BlockLists]) -> BlockLists:
         """The lists that `select` makes for `inputs`."""
         moving = [x for x in (inputs.query, inputs.key, inputs.value) if x is not None]
         if self._noted is not None and not is_watched() and tuple(map(_layout, moving)) == self._noted.layouts:
             return _repeated(self._noted, moving)
-        if not self._may_note:
+        self._calls += 1
+        if self._calls != 2:  # where a kind has one layer nothing is noted
             return select()
-        self._may_note = False
         lists, self._noted = _noted(moving, select)
         return lists
 
 
+class _Notes(TorchDispatchMode):
+    """Notes launches and what is allocated, and notices operators that do more than allocate memory or view what is there."""
+
+    def __init__(self, moving: list[Tensor]) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+        self.made: list[tuple[torch.Size, torch.dtype]] = []
+        self.did_more = False
+        self._device = moving[0].device
+        self._starts = [x.data_ptr() for x in moving]
+        # of the latest tensor in each: memory may be freed and allocated again
+        self._numbers = {_storage(x): number for number, x in enumerate(moving)}
+        # arguments are told from one another by their memory
+        self.did_more |= len(self._numbers) < len(moving)
+
+    def add(self, launch: Launch) -> None:
+        given, moved = list(launch.arguments), []
+        for position, x in enumerate(launch.arguments):
+            number = self._numbers.get(_storage(x)) if isinstance(x, Tensor) else None
+            if number is not None:
+                distance = x.data_ptr() - self._starts[number]
+                moved.append(_Moved(position, number, distance, tuple(x.shape), x.stride()))
+                given[position] = None
+        passed = None
+        if launch.compiled is not None:
+            passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in given] + [*launch.kernel.constants_of(launch)]
+        self.steps.append(_Step(launch._replace(arguments=tuple(given)), tuple(moved), passed))
+
+    def number_of(self, x: Tensor) -> int | None:
+        """The number of memory that was allocated for just this tensor."""
+        number = self._numbers.get(_storage(x))
+        own = -1 if number is None else number - (len(self._starts) - len(self.made))
+        if number is None or own < 0 or self.made[own] != (x.shape, x.dtype):
+            return None
+        return number if x.is_contiguous() and x.data_ptr() == self._starts[number] else None
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        schema, result = function._schema, function(*arguments, **(options or {}))
+        if schema.name.startswith(_ALLOCATES):
+            is_plain = result.is_contiguous() and result.device == self._device
+            self.did_more |= not is_plain or result.untyped_storage().nbytes() != result.numel() * result.element_size()
+            self._numbers[_storage(result)] = len(self._starts)
+            self._starts.append(result.data_ptr())
+            self.made.append((result.shape, result.dtype))
+            return result
+        views = [x.alias_info is not None and not x.alias_info.is_write for x in schema.returns]
+        # in inference mode operators that may copy, such as contiguous, come as views
+        given = {_storage(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)}
+        self.did_more |= not views or not all(views) or any(_storage(x) not in given for x in tree_leaves(result))
+        return result
+
+
 def _noted(moving: list[Tensor], select: Callable[[], BlockLists]) -> tuple[BlockLists, _Noted | None]:
     """What `select` gives, and its launches if they are all that it does."""
-    launches: list[Launch] = []
-    token = NOTES.set(launches)
+    notes = _Notes(moving)
+    token = NOTES.set(notes.add)
     try:
-        with _Watch() as watch:
+        with notes:
             lists = select()
     finally:
         NOTES.reset(token)
-    tensors = [*moving, *watch.made]
-    numbers = {_storage(x): number for number, x in enumerate(tensors)}
-    own = [numbers.get(_storage(x), 0) - len(moving) for x in lists]
-    # arguments are told from one another by their memory
-    if watch.did_more or len(numbers) < len(tensors) or min(own) < 0:
+    numbers = [number for number in map(notes.number_of, lists) if number is not None]
+    direct = all(step.passed is not None for step in notes.steps)
+    # Triton's own launches would take longer than what is left out; the interpreter has no others
+    if notes.did_more or len(numbers) < len(lists) or (moving[0].is_cuda and not direct):
         return lists, None
-    if any(_layout(x) != _layout(watch.made[number]) for x, number in zip(lists, own, strict=True)):
-        return lists, None
-    steps = tuple([_step(launch, tensors, numbers) for launch in launches])
-    made = tuple([(x.shape, x.dtype) for x in watch.made])
-    is_direct = all(step.passed is not None for step in steps)
-    return lists, _Noted(steps, tuple(map(_layout, moving)), made, tuple(own), is_direct)
-
-
-def _step(launch: Launch, tensors: list[Tensor], numbers: dict[int, int]) -> _Step:
-    given, moved = list(launch.arguments), []
-    for position, x in enumerate(launch.arguments):
-        number = numbers.get(_storage(x)) if isinstance(x, Tensor) else None
-        if number is not None:
-            distance = x.data_ptr() - tensors[number].data_ptr()
-            moved.append(_Moved(position, number, distance, tuple(x.shape), x.stride()))
-            # nothing of the noted call is held
-            given[position] = None
-    passed = None
-    if launch.compiled is not None:
-        passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in given] + [*launch.kernel.constants_of(launch)]
-    return _Step(launch._replace(arguments=tuple(given)), tuple(moved), passed)
+    used = [{x.tensor for x in step.moved if x.tensor >= len(moving)} for step in notes.steps]
+    steps = []
+    for place, step in enumerate(notes.steps):
+        between = used[place].difference(numbers)
+        first, last = between.difference(*used[:place]), between.difference(*used[place + 1 :])
+        steps.append(step._replace(first=tuple(first), last=tuple(last)))
+    return lists, _Noted(steps, tuple(map(_layout, moving)), notes.made, numbers, direct)
 
 
 def _repeated(noted: _Noted, moving: list[Tensor]) -> BlockLists:
-    made = [moving[0].new_empty(shape, dtype=dtype) for shape, dtype in noted.made]
-    tensors = [*moving, *made]
-    if noted.direct:
-        addresses = [x.data_ptr() for x in tensors]
-        stream = driver.active.get_current_stream(moving[0].get_device())
-        for (_, grid, _, _, compiled), moved, arguments in noted.steps:
-            assert compiled is not None and arguments is not None
-            passed = arguments.copy()
+    stream = driver.active.get_current_stream(moving[0].get_device()) if noted.direct else None
+    tensors: list[Any] = [*moving, *[None] * len(noted.made)]
+
+    def allocate(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            shape, dtype = noted.made[number - len(moving)]
+            tensors[number] = moving[0].new_empty(shape, dtype=dtype)
+
+    allocate(noted.lists)
+    for launch, moved, passed, first, last in noted.steps:
+        allocate(first)
+        if passed is not None and launch.compiled is not None:
+            passed = passed.copy()
             for position, number, distance, _, _ in moved:
-                passed[position] = addresses[number] + distance
-            compiled.launch(grid, stream, passed)
-    else:
-        for launch, moved, _ in noted.steps:
+                passed[position] = tensors[number].data_ptr() + distance
+            launch.compiled.launch(launch.grid, stream, passed)
+        else:
             given = list(launch.arguments)
-            for position, number, distance, shape, strides in moved:
+            for position, number, distance, sizes, strides in moved:
                 whole = tensors[number]
                 start = whole.storage_offset() + distance // whole.element_size()
-                given[position] = torch.as_strided(whole, shape, strides, start)
+                given[position] = torch.as_strided(whole, sizes, strides, start)
             launch.kernel[launch.grid](*given, **launch.constants)
-    return BlockLists(*[made[number] for number in noted.lists])
+        for number in last:
+            tensors[number] = None
+    return BlockLists(*[tensors[number] for number in noted.lists])
 
 
 def _storage(x: Tensor) -> int:
@@ -140,23 +185,3 @@ def _storage(x: Tensor) -> int:
 def _layout(x: Tensor) -> Any:
     """What launches depend on, beside the address."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
-
-
-class _Watch(TorchDispatchMode):
-    """Notes what is allocated, and notices operators that do more than allocate memory or view what is there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[Tensor] = []
-        self.did_more = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        schema, result = function._schema, function(*arguments, **(options or {}))
-        if schema.name.startswith(_ALLOCATES):
-            self.made.append(result)
-            return result
-        views = [x.alias_info is not None and not x.alias_info.is_write for x in schema.returns]
-        # in inference mode operators that may copy, such as contiguous, come as views
-        given = {_storage(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)}
-        self.did_more |= not views or not all(views) or any(_storage(x) not in given for x in tree_leaves(result))
-        return result

@@ -24,7 +24,7 @@ HYBRID = {"method": "hybrid", "block_size": 16, "gamma": 0.97, "min_budget": 16,
 HEADS = (0.96, 0.98)
 
 
-def layers_of(config, scores, lengths, number=2, device="cpu"):
+def layers_of(config, scores, lengths, number=3, device="cpu"):
     """Cases of one geometry: the query and key of some layers."""
     generator = torch.Generator().manual_seed(1)
     made = (structured_inputs(generator, 1, 2, 1, *lengths, 16) for _ in range(number))
@@ -63,7 +63,7 @@ def assert_each_as(expected, layers):
     prepared, selected = prepared_for(layers[0])
     for case, its in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
         assert_equal_lists(selected(case), its)
-    return prepared.repeats._noted
+    return None if prepared.repeats is None else prepared.repeats._noted
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
@@ -122,7 +122,7 @@ def test_compiled_launchers_get_each_layer_s_addresses(launched):
         query, key = (torch.zeros(64).as_subclass(OnGPU) for _ in range(2))
         launches.ran.clear()
         lists = repeats.lists(inputs.with_fields(query=query, key=key), functools.partial(select, query, key))
-    assert len(memory) == 1 and memory[0]() is None
+    assert len(memory) == 2 and memory[1]() is None
     there, calls = (1, "stream 0", "function", "metadata", None, None, None), [call for _, call in launches.ran]
     between = calls[0][10]
     assert calls == [
@@ -144,7 +144,8 @@ def test_other_strides_and_addresses_select_as_usual(monkeypatch):
     expected = list(map(by_itself, others))
     with by_kernels():
         _, selected = prepared_for(layers[0])
-        selected(layers[0])
+        for _ in range(2):
+            selected(layers[0])
         for case, its in zip(others, expected, strict=True):
             assert_equal_lists(selected(case), its)
     assert not ran
@@ -186,7 +187,8 @@ def test_statistics_and_profilers_see_whole_selections(monkeypatch):
     monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1))
     with by_kernels():
         prepared, selected = prepared_for(layers[0])
-        selected(layers[0])
+        for _ in range(2):
+            selected(layers[0])
         inputs = attention_inputs(layers[1].query, layers[1].key).with_offset()
         assert "density" in select_blocks(prepared, inputs, statistics=("density",)).stats
         monkeypatch.setattr(repeat, "is_watched", lambda: True)
@@ -196,7 +198,7 @@ def test_statistics_and_profilers_see_whole_selections(monkeypatch):
 
 @pytest.mark.attention
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
-def test_layers_of_a_chunk_repeat_the_launches_of_the_first(monkeypatch):
+def test_layers_of_a_chunk_repeat_the_launches_of_the_second(monkeypatch):
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
     options = {**HYBRID, "block_size": 32, "min_budget": 32}
     layer = role_of_shape(shape, 0, PrefillSettings(**options))
@@ -204,7 +206,7 @@ def test_layers_of_a_chunk_repeat_the_launches_of_the_first(monkeypatch):
     repeats = repeat._repeated
     monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1) or repeats(*given))
     kept, generator = [], torch.Generator().manual_seed(1)
-    for number in range(3):
+    for number in range(4):
         query, key = structured_inputs(generator, 1, 4, 2, 70, 165, 32)
         given = query[0].transpose(0, 1), key[0], torch.randn(2, 165, 32)
         with torch.inference_mode():
@@ -212,6 +214,6 @@ def test_layers_of_a_chunk_repeat_the_launches_of_the_first(monkeypatch):
             with by_kernels():
                 ours = attend_chunk(layer, *given, plans=plans, with_counts=True)
         assert torch.equal(ours.out, alone.out) and all(map(torch.equal, ours.counts, alone.counts))
-        assert len(ran) == number
+        assert len(ran) == max(0, number - 1)
         kept.append(int(sum(map(torch.sum, ours.counts))))
-    assert len(set(kept)) == 3
+    assert len(set(kept)) == 4
