@@ -1,4 +1,4 @@
-"""What the process has logged and does not repeat."""
+"""Remembers messages that the process has logged and does not repeat."""
 
 from __future__ import annotations
 

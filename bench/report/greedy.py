@@ -73,7 +73,7 @@ def _score(values: Sequence[Any]) -> str:
 
 
 def changes(folder: Path = FOLDER) -> list[str]:
-    """What changes between two runs on the same prompts; texts are the same if they are up to the end of the shorter one.
+    """Compare two runs on the same prompts; texts are the same if they are up to the end of the shorter one.
 
     transformers decodes behind the end token, so its texts are not compared with each other.
     """

@@ -116,7 +116,7 @@ class Kernel:
         return compiled
 
     def constants_of(self, launch: Launch) -> tuple[Any, ...]:
-        """What the compiled kernel takes behind the arguments."""
+        """Values that the compiled kernel takes behind the arguments."""
         return tuple(launch.constants.values())[: len(self._names) - len(launch.arguments)]
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:

@@ -127,7 +127,7 @@ class _Notes(TorchDispatchMode):
 
 
 def _noted(moving: list[Tensor], select: Callable[[], BlockLists]) -> tuple[BlockLists, _Noted | None]:
-    """What `select` gives, and its launches if they are all that it does."""
+    """Run `select`; give its lists, and its launches if they are all that it does."""
     notes = _Notes(moving)
     token = NOTES.set(notes.add)
     try:
@@ -183,5 +183,5 @@ def _storage(x: Tensor) -> int:
 
 
 def _layout(x: Tensor) -> Any:
-    """What launches depend on, beside the address."""
+    """Properties of a tensor that launches depend on, beside its address."""
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16

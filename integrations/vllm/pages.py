@@ -74,7 +74,7 @@ def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tenso
 
 
 def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
-    """Whether `pages_kernel` takes this cache and these keys and values of a chunk.
+    """True if `pages_kernel` takes this cache and these keys and values of a chunk.
 
     It copies numbers of one dtype on a GPU. The numbers of a token in one head must be contiguous; all else may be in any memory
     order. Shapes that do not fit are for `gathered` to refuse.

@@ -169,7 +169,7 @@ OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0
 
 @pytest.fixture
 def asked(package, monkeypatch):
-    """What calls say of their masks; they are direct where the mask allows it."""
+    """Calls say what their masks hide; they are direct where the mask allows it."""
     found = []
 
     def choose(*given, lists_only, **named):

@@ -1,4 +1,4 @@
-"""What a block and a mask hold from call to call."""
+"""State that a block and a mask hold from call to call."""
 
 import copy
 import gc

@@ -22,5 +22,5 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def run(written):
-    """What an engine of `engine_run` wrote, by its name."""
+    """Give what an engine of `engine_run` wrote, by its name."""
     return lambda name: written("engine_run", name)

@@ -104,7 +104,7 @@ TIE = 2**-5  # logits from 4 to 8 that are neighbours in bfloat16
 
 
 def choose_alike(one, other, tie):
-    """Whether two greedy answers part, if they do, where the first holds both tokens for as likely."""
+    """True if two greedy answers part, if they do, where the first holds both tokens for as likely."""
     for step, mine, its in zip(one["logprobs"], one["tokens"], other["tokens"], strict=True):
         if mine != its:
             return str(its) in step and step[str(mine)] - step[str(its)] <= tie

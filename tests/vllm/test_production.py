@@ -1,4 +1,4 @@
-"""What servers turn on, in vLLM on a CPU: separate servers for prefill and decoding, guesses, stages, adapters, pictures."""
+"""Servers' features in vLLM on a CPU: separate servers for prefill and decoding, guesses, stages, adapters, pictures."""
 
 import pytest
 
