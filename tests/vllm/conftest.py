@@ -1,6 +1,9 @@
-"""Engines that several tests compare, each run once."""
+"""Engines that several tests compare, each run once, and a builder and an implementation without an engine."""
+
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,38 @@ def written(tmp_path_factory):
 def run(written):
     """Give what an engine of `engine_run` wrote, by its name."""
     return lambda name: written("engine_run", name)
+
+
+@pytest.fixture
+def config(monkeypatch):
+    """A vLLM config with the plug-in's options, which the plug-in finds."""
+    from tests.vllm.configs import config_of
+
+    made = config_of({"gamma": 1.0, "block_size": 32, "dense_below": 0})
+    monkeypatch.setattr("flexmask.integrations.vllm.impl.get_current_vllm_config", lambda: made)
+    monkeypatch.setattr("flexmask.integrations.vllm.engine._tensor_parallel_rank", lambda: (0, 1))
+    return made
+
+
+@pytest.fixture
+def engine(config):
+    """The plug-in's engine of `config`."""
+    from flexmask.integrations.vllm.engine import engine_of
+
+    made = engine_of(config)
+    made.prepare = Mock()
+    return made
+
+
+@pytest.fixture
+def parts(config, engine):
+    """A builder and an implementation over the stock ones of `stock_steps`."""
+    from flexmask.integrations.vllm.builder import SparsePrefillBuilder
+    from flexmask.integrations.vllm.impl import SparsePrefillImpl
+    from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, StockBuilder, StockImpl
+
+    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS, lookback=-1, indexer=None)
+    impl.flexmask_settle(LAYER.layer_name)
+    builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
+    builder_class.flexmask_own = builder_class
+    return builder_class(None, [LAYER.layer_name], config, torch.device("cpu")), impl

@@ -1,0 +1,168 @@
+"""The implementation around a written-out stock backend: every row's own keys, pages, scales, memory."""
+
+import weakref
+from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
+
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.settings import PrefillSettings
+from tests.expected import rows_attention
+from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, MIXES, assert_stock_outputs, read_by_kernel, rows_of, step_of
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
+    assert_stock_outputs(parts, *step_of(MIXES[mix], order))
+    sparse = sum(rows for rows, _ in MIXES[mix] if rows >= 32)
+    assert (engine.counters.sparse_tokens, engine.counters.steps) == (sparse, sparse > 0)
+    # parts get no ahead-of-time schedule
+    assert all(each.is_fast for each in parts[1].calls[:-1] if sparse)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("order", ["heads first", "tokens first"])
+def test_the_kernel_s_keys_are_those_that_torch_gathers(order, parts, engine, monkeypatch):
+    engine.attend = Mock(wraps=engine.attend)
+    common, tensors = step_of(MIXES["decoding, late chunks and whole prompts"], order)
+    assert_stock_outputs(parts, common, tensors)
+    calls = read_by_kernel(monkeypatch)
+    assert_stock_outputs(parts, common, tensors)
+    assert calls.call_count == 2  # the whole prompt has no page
+    keys_and_values = [call.args[3:5] for call in engine.attend.call_args_list]
+    for one, other in zip(keys_and_values[:3], keys_and_values[3:], strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_what_the_kernel_cannot_read_is_gathered(parts, engine, monkeypatch):
+    """FP8 caches, and those of which a mixin reads the pages itself."""
+    builder, impl = parts
+    calls = read_by_kernel(monkeypatch)
+    engine.attend = Mock(return_value=torch.zeros(70, HEADS, DIM))
+    common, (query, key, value, cache) = step_of([(70, 33)])
+    gathered = []
+
+    class Reader:
+        def flexmask_gather(self, *given):
+            gathered.append(given)
+            return super().flexmask_gather(*given)
+
+    reader = type("Impl", (Reader, *type(impl).__bases__), {})(HEADS, DIM, 0.2, KV_HEADS)
+    in_fp8 = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    one = torch.ones(1)
+    layer = SimpleNamespace(layer_name=LAYER.layer_name, _q_scale=one, _k_scale=one, _v_scale=one)
+    with torch.inference_mode():
+        for each, its_cache in ((reader, cache), (in_fp8, cache.to(torch.float8_e4m3fn).view(torch.uint8))):
+            each.forward(layer, query, key, value, its_cache, builder.build(0, common), torch.empty_like(query))
+    assert (len(gathered), calls.call_count, engine.attend.call_count) == (1, 0, 2)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("junk", [float("nan"), -50.0])
+def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, monkeypatch):
+    """They are free: empty, or those of another request."""
+    if by_kernel:
+        read_by_kernel(monkeypatch)
+    builder, impl = parts
+    engine.options = ServingOptions(PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0))
+    engine.attend = Mock(wraps=engine.attend)
+    engine.roles.clear()
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, sliding_window=150)
+    common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
+    metadata, outputs = builder.build(0, common), []
+    with torch.inference_mode():
+        for _ in range(2):
+            outputs.append(impl.forward(LAYER, query, key, value, cache, metadata, torch.empty_like(query)))
+            # the first row sees 81 and later: 5 pages are free
+            cache[common.block_table_tensor[0, :5].long()] = junk
+    assert engine.counters.density is not None and engine.counters.density < 0.9
+    assert torch.equal(*outputs)
+    # masks too
+    keys = [call.args[3] for call in engine.attend.call_args_list]
+    assert len(keys) == 4 and all(map(torch.equal, keys[:2], keys[2:]))
+
+
+@pytest.mark.attention
+def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
+    """As FLASH_ATTN's kernels get them, with scales by key head."""
+    builder, impl = parts
+    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    scales = {name: torch.tensor(pair) for name, pair in (("q", [0.5, 0.25]), ("k", [0.06, 0.03]), ("v", [0.1, 0.2]))}
+    layer = SimpleNamespace(layer_name=LAYER.layer_name, **{f"_{name}_scale": scale for name, scale in scales.items()})
+    common, (query, key, value, cache) = step_of([(70, 33), (64, 0)])
+    own = torch.cat([scale.view(-1, 1, 1).expand(-1, 1, DIM) for scale in (scales["k"], scales["v"])], -1)
+    stored = (cache / own).to(torch.float8_e4m3fn)
+    numbers, by_head = stored.float() * own, scales["q"].repeat_interleave(HEADS // KV_HEADS)[:, None]
+    quantized = (query / by_head).to(torch.float8_e4m3fn)
+    with torch.inference_mode():
+        output = torch.empty_like(query)
+        impl.forward(layer, quantized, key, value, stored.view(torch.uint8), builder.build(0, common), output)
+    exact = quantized.float() * by_head
+    # rounded before the chunk, and the step's own rows
+    both = zip(rows_of(numbers, common.block_table_tensor[0], 33), (key[:70], value[:70]), strict=True)
+    later = rows_attention(exact[:70], *(torch.cat(each) for each in both), 0.2)
+    torch.testing.assert_close(output[:70], later, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output[70:], rows_attention(exact[70:], key[70:], value[70:], 0.2), rtol=1e-4, atol=1e-5)
+    # FP8 rounds what neither of them reads
+    for read in (numbers, cache):
+        assert (later - rows_attention(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
+
+
+def test_the_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkeypatch):
+    builder, impl = parts
+    common, tensors = step_of([(90, 17), (70, 33)])
+    made, alive, gather = [], [], impl.flexmask_gather
+
+    def watched(*given):
+        alive.append(sum(each() is not None for each in made))
+        found = gather(*given)
+        made.extend(map(weakref.ref, found))
+        return found
+
+    def attended(role, request, query, key, value, sinks):
+        alive.append(sum(each() is not None for each in made))
+        made.extend(map(weakref.ref, (key, value)))
+        return torch.zeros_like(query)
+
+    monkeypatch.setattr(impl, "flexmask_gather", watched)
+    monkeypatch.setattr(impl.flexmask_engine, "attend", attended)
+    with torch.inference_mode():
+        impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
+    assert alive == [0] * 4
+
+
+def test_the_kernel_s_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkeypatch):
+    builder, impl = parts
+    read = read_by_kernel(monkeypatch)
+    common, tensors = step_of([(90, 17), (70, 33)])
+    made, alive = [], []
+
+    def attended(role, request, query, key, value, sinks):
+        made.extend(map(weakref.ref, (key, value)))
+        return torch.zeros_like(query)
+
+    def watched(*given):
+        alive.append(sum(each() is not None for each in made))
+        return DEFAULT
+
+    read.side_effect = watched
+    monkeypatch.setattr(impl.flexmask_engine, "attend", attended)
+    with torch.inference_mode():
+        impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
+    assert alive == [0] * 2 and len(made) == 4
+
+
+def test_memory_is_measured_before_the_first_step(parts, engine):
+    _, impl = parts
+    engine.prepare.reset_mock()
+    output = torch.zeros(3, HEADS, DIM)
+    with pytest.raises(AttributeError):  # the stock backend here has no such run of its own
+        impl.forward(LAYER, output, output, output, torch.empty(0), None, output)
+    engine.prepare.assert_called_once_with(output.device, in_profile=True)
