@@ -8,7 +8,7 @@ import torch
 
 import flexmask
 from flexmask import METHODS, block_masks
-from tests.block_masks.definitions import MASKS, TESTED, all_masks
+from tests.block_masks.definitions import MASKS, TESTED
 from tests.repository import ROOT
 
 INPUTS = torch.zeros(1, 4, 64, 32), torch.zeros(1, 2, 64, 32)
@@ -106,13 +106,6 @@ def test_table_and_readme_agree():
     files = {name: f"{name}/__init__.py" if (FOLDER / name).is_dir() else f"{name}.py" for name in sorted(MASKS)}
     files |= dict.fromkeys(BY_POSITION, "positions.py")
     assert rows == [(f"{name}_mask", file) for name, file in files.items()]
-
-
-@all_masks
-def test_readme_table_names_every_knob(name):
-    row = re.search(rf"^\| \[`{name}_mask`\].*$", (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert row is not None
-    assert re.findall(r"`(\w+)`", row.group().rsplit(" | ", 1)[1]) == list(METHODS[name].defaults)
 
 
 def test_every_method_has_a_definition_or_an_oracle():
