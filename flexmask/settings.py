@@ -37,7 +37,8 @@ class PrefillSettings:
         Tokens per block. Default 128.
     dense_below
         Tokens, >= 0. Attention runs dense below this kv_len, in layers with a shorter sliding window, in layers that keep every
-        block, and in single heads as in `flexmask.sparse_attention`; 0 switches this off. Default None: as there.
+        block, and in single heads as in `flexmask.sparse_attention`. 0 makes all of these sparse; calls of fewer rows than a
+        block stay dense. Default None: as there.
     backend, max_mask_bytes
         As in `flexmask.sparse_attention`.
     layers
