@@ -1,4 +1,4 @@
-"""Tables of docs/should-i-use-it.md: what runs sparse, the gain and the error."""
+"""Tables of docs/should-i-use-it.md: what runs sparse, and the gain."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pandas as pd
 from bench.report.fidelity import LENGTHS, hybrid_at, language_model
 from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_prefills
 from bench.report.first_token import vllm_engines_in_turns as in_turns
-from bench.report.rows import ERROR, FOLDER, number, percent
+from bench.report.rows import FOLDER
 from bench.report.speed import call_rows, speed_up, times
 from bench.report.trained import NAME
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
-_ENGINES, _ERROR = "serving-measurements.md#times", "../bench/EARLIER.md#does-it-hold-at-my-length"
+_ENGINES = "serving-measurements.md#times"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
 _NEWEST = "serving.md#times"
 _LATENT, _MIXTURES = "serving-measurements.md#deepseek-v3s-attention", "serving-measurements.md#mixtures-and-sinks"
@@ -62,15 +62,13 @@ def models(folder: Path = FOLDER) -> list[str]:
 
 
 def lengths(folder: Path = FOLDER) -> list[str]:
-    """By length of the prompt: attention alone, and the error on texts."""
-    calls, rows = call_rows(folder), []
-    for length in LENGTHS:
-        kept, error = hybrid_at(language_model(length, folder))[["density", "abs_d"]].mean()
+    """Gains of attention alone by length of the prompt, at the densities of SmolLM2's texts."""
+    calls, gains = call_rows(folder), []
+    for length in LENGTHS[1:]:
+        kept = hybrid_at(language_model(length, folder))["density"].mean()
         gain = speed_up(calls[(calls["tokens"] == length) & (calls["method"] == "hybrid")], kept)
-        shown = "not timed" if pd.isna(gain) else f"[{times(gain)}]({_CALLS})"
-        rows.append([thousands(length), percent(kept), shown, f"[{number(error)}]({_ERROR})"])
-    head = ["prompt", "density, SmolLM2", "attention only, one H200, interpolated", f"error ({ERROR}), SmolLM2"]
-    return markdown_table(head, rows)
+        gains.append(f"[{times(gain)}]({_CALLS})")
+    return markdown_table(["prompt", *map(thousands, LENGTHS[1:])], [["attention alone", *gains]])
 
 
 TABLES = {"use-models": models, "use-lengths": lengths}
