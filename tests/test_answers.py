@@ -20,6 +20,7 @@ from bench.answers import evaluate, prompts, ruler, tasks
 from bench.answers.evidence import Kept, token_spans
 from bench.answers.words import CLASSES
 from bench.rows import read_rows
+from flexmask.selector import METHODS
 from tests.integrations.common import make_model
 
 SIZES = {"code": 30, "json": 30}
@@ -166,9 +167,34 @@ def test_a_method_of_a_file_is_a_setting(tmp_path):
     (tmp_path / "mine.py").write_text("def mine(query, key, *, width=1, **call):\n    return width\n", encoding="utf-8")
     made = evaluate.prefill_settings({"name": "mine", "method_file": f"{tmp_path}/mine.py:mine", "width": 3, "block_size": 64})
     assert made.options == {"width": 3} and made.block_size == 64 and made.method(None, None) == 1
+    with pytest.raises(ValueError, match=r"must be FILE\.py:function; got mine\.py"):
+        evaluate.prefill_settings({"name": "mine", "method_file": "mine.py"})
     (tmp_path / "twice.json").write_text('[{"name": "a"}, {"name": "a"}]', encoding="utf-8")
     with pytest.raises(ValueError, match="must have different names; got a, a"):
         evaluate.read_settings(tmp_path / "twice.json")
+
+
+def test_a_file_s_method_may_be_a_class(tmp_path):
+    (tmp_path / "sinks_of_file.py").write_text(
+        """from __future__ import annotations
+from dataclasses import KW_ONLY, dataclass
+from flexmask.method import Method, mask_function
+
+@dataclass(frozen=True, eq=False)
+class SinksOfFile(Method):
+    "The first blocks."
+    _: KW_ONLY
+    number: int = 1
+    def select(self, problem):
+        return problem.sinks(self.number)
+
+sinks_of_file = mask_function("sinks_of_file", SinksOfFile)
+""",
+        encoding="utf-8",
+    )
+    made = evaluate.prefill_settings({"name": "mine", "method_file": f"{tmp_path}/sinks_of_file.py:sinks_of_file", "number": 2})
+    assert made.options == {"number": 2} and made.selector().name == "sinks_of_file"
+    del METHODS["sinks_of_file"]
 
 
 def test_prompts_are_shared_out_by_shards(tmp_path):

@@ -131,7 +131,7 @@ def test_compares_a_method_of_a_file(tmp_path):
         assert setting.selector().options == {"count": 2}
     finally:
         METHODS.pop("near_blocks", None)
-    for path, words in ((empty, "must define a method"), (tmp_path / "absent.py", "must name a file that is there")):
+    for path, words in ((empty, "must define a method"), (tmp_path / "absent.py", "must be a Python file that is there")):
         with pytest.raises(SystemExit, match=words):
             settings.chosen(lengths.parse(["--out", "x.csv", "--methods", str(path)]))
 

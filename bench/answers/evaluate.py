@@ -19,7 +19,6 @@ Settings are a list of JSON objects: `name` and the fields of `flexmask.PrefillS
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import method_file
 from bench.answers.evidence import Kept, token_spans
 from bench.answers.prompts import read_prompts
 from bench.decoding import CACHE, decode, prefill
@@ -50,14 +50,11 @@ def prefill_settings(setting: Row) -> PrefillSettings:
     if file is None:
         return PrefillSettings.from_dict(fields)
     path, _, function = file.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
+    if not path or not function:
         raise ValueError(f"method_file must be FILE.py:function; got {file}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     # JSON has no integer keys
     fields["layers"] = {int(layer): options for layer, options in fields.get("layers", {}).items()}
-    return PrefillSettings(method=getattr(module, function), **fields)
+    return PrefillSettings(method=getattr(method_file.load(path), function), **fields)
 
 
 def read_settings(path: Path) -> list[Row]:

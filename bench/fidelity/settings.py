@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import method_file
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.json_settings import json_data
 from flexmask.selector import METHODS, Method, selector_of
@@ -92,11 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def methods_of(path: str) -> list[str]:
     """The names of the methods that a Python file defines with the decorator `flexmask.method.method`."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
-        raise SystemExit(f"--methods must name a file that is there; got {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        module = method_file.load(path)
+    except ValueError as error:
+        raise SystemExit(f"--methods: {error}") from None
     found = [name for name, method in METHODS.items() if method.__module__ == module.__name__]
     if not found:
         raise SystemExit(f"{path} must define a method with flexmask.method.method")
