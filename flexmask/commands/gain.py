@@ -9,6 +9,7 @@ import typer
 from flexmask.commands.loading import load_model, prompt_ids, read_text
 from flexmask.commands.options import Common, Model, with_common
 from flexmask.commands.output import Output
+from flexmask.json_settings import keywords_of
 
 LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
 
@@ -36,7 +37,7 @@ def gain(
     document["verdict"] = verdict(document)
     _show(output, document)
     if document["gains"] and common.settings is None:
-        given = "".join(f", {name}={value!r}" for name, value in common.given().items())
+        given = "".join(f", {name}={value!r}" for name, value in keywords_of(common.given()).items())
         output.line("", f"To use it: with flexmask.sparse_prefill(model{given}): model.generate(**inputs)")
     output.result(document)
 

@@ -147,6 +147,14 @@ def test_a_prompt_that_takes_longer_is_refused_before_a_prefill(flexmask, folder
     assert "prefill 1 of" not in result.stderr
 
 
+def test_the_line_to_paste_names_layers_by_number(flexmask, folder, prompt, monkeypatch):
+    times = {"tokens": 530, "density": 0.5, "ratio": 2.0, "ratios": [2.0, 2.0], "reasons": {}, "low_heads": None, "error": None}
+    names = {"type": "LlamaConfig", "dtype": "float32", "torch": "2", "device": "cpu"}
+    monkeypatch.setattr(gain_model, "of_prompt", lambda *_: {**times, **names})
+    result = flexmask("gain", folder, "--prompt", prompt, "--option", 'layers={"1": {"gamma": 0.5}}', "--device", "cpu")
+    assert "with flexmask.sparse_prefill(model, layers={1: {'gamma': 0.5}}): model.generate" in result.stdout
+
+
 def test_a_layer_foretells_a_prefill_and_progress_goes_by_layer(monkeypatch):
     model, now, ran = make_model(num_hidden_layers=3).eval(), [0.0], []
     monkeypatch.setattr(gain_model, "time", SimpleNamespace(perf_counter=lambda: now[0]))
