@@ -16,7 +16,10 @@ from flexmask.integrations.huggingface.call import PrefillCall
 
 
 class HeldAttention:
-    """Serves the calls of one prompt's prefill, and compares their masks with true attention."""
+    """Serves the calls of one prompt's prefill, and compares their masks with true attention.
+
+    Of a layer that is called again (DiffLlama, HRM) the last call counts, as in `inspect_prefill`'s rows.
+    """
 
     def __init__(self, heads: Collection[tuple[int, int]]) -> None:
         self._heads = heads
@@ -38,7 +41,7 @@ class HeldAttention:
                 for head, kept in zip(range(group.query.start, group.query.stop), keep, strict=True):
                     of_head = inputs.of_heads(heads[head])
                     held.append(held_by_quarter(of_head, kept, block_size))
-                    if (call.layer, head) in self._heads and (call.layer, head) not in self.maps:
+                    if (call.layer, head) in self._heads:
                         self.maps[call.layer, head] = block_attention(of_head, block_size), kept.cpu()
             self.held[call.layer] = torch.stack(held)
         return attended.out

@@ -116,6 +116,18 @@ def test_inspection_has_the_masks_and_statistics_of_a_prefill(inspected):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_layer_that_is_called_again_shows_its_last_call(without_kernel):
+    model, ids = make_model(), torch.randint(1, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    model.model.layers[1] = model.model.layers[0]
+    heads = [(0, head) for head in range(4)]
+    found = inspect_prefill(model, ids, heads=heads, **SPARSE)
+    first, last = (call.stats.density[0].tolist() for call in found.run.calls[0])
+    assert first != last
+    shown = [float(head.kept.sum() / head.kept.new_ones(head.kept.shape).tril().sum()) for head in found.heads]
+    assert [head.row["density"] for head in found.heads] == last
+    assert shown == pytest.approx(last)
+
+
 @pytest.mark.attention
 def test_method_without_a_map_holds_everything():
     found = inspect_prefill(make_model(), torch.arange(LENGTH) % VOCABULARY, method="causal", block_size=32, dense_below=0)
