@@ -28,6 +28,7 @@ class HeadSums(NamedTuple):
     query_aware: Any  # heads; those without a pattern are neither
     vertical_slash: Any
     served_densely: Any
+    with_tokens: Any  # heads of batch rows that are not padding alone
 
 
 class CallSize(NamedTuple):
@@ -143,11 +144,13 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     has_pattern = ~stats.js_distance.isnan()
     query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
     kept = stats.density * (pairs / stats.density.numel())
-    sums = HeadSums(kept, stats.coverage, stats.row_coverage, query_aware, vertical_slash, stats.dense_heads)
+    # a row of padding alone keeps nothing
+    shares = (kept, stats.coverage, stats.row_coverage)
+    sums = HeadSums(*shares, query_aware, vertical_slash, stats.dense_heads, stats.density > 0)
     return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
 
 
 def _held(stats: SelectionStats) -> Tensor:
     """The least share of its rows' attention per head, (num_heads,): of all rows by evidence, else of the last rows."""
     held = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
-    return torch.where(stats.dense_heads | held.isnan(), math.inf, held).amin(0)
+    return torch.where(stats.dense_heads | held.isnan() | (stats.density == 0), math.inf, held).amin(0)

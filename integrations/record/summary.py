@@ -36,7 +36,7 @@ class LayerSummary:
         no mask, count as 1; heads `served_densely` count by their mask, as in `flexmask.SelectionStats`.
     coverage, row_coverage
         Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in
-        `flexmask.SelectionStats`: means over the heads of sparse calls; None without one.
+        `flexmask.SelectionStats`: means over the heads of sparse calls, without batch rows of padding alone; None without one.
     lowest
         The least share of some rows' attention that a head keeps, in sparse calls, of heads that were not served densely. Rows
         are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative ones. None without.
@@ -145,7 +145,8 @@ def summary_of(
         shares[method] = 1 - sum(shares.values())
         density = (sums.pairs + total.dense_pairs) / total.pairs
         coverage, row_coverage = (
-            None if total.heads == 0 or math.isnan(share) else share / heads for share in (sums.coverage, sums.row_coverage)
+            None if sums.with_tokens == 0 or math.isnan(share) else share / sums.with_tokens
+            for share in (sums.coverage, sums.row_coverage)
         )
         patterns = {name: share for name, share in shares.items() if share > 0 and total.heads}
         calls = (total.calls, total.dense_calls, dict(total.reasons))

@@ -115,6 +115,21 @@ def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
     assert str(run.summary()).splitlines()[-1] == run.summary().warning == line
 
 
+def test_a_row_of_padding_alone_changes_no_coverage_and_names_no_head():
+    runs = PrefillRun(), PrefillRun()
+    alone = replace(stats_of(0, hybrid=True), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool))
+    # such a row keeps nothing of nothing
+    tensors = {name: x for name, x in vars(alone).items() if name != "dense"}
+    empty = {name: torch.full_like(x, math.nan if name == "js_distance" else 0) for name, x in tensors.items()}
+    padded = replace(alone, **{name: torch.cat([x, empty[name]]) for name, x in tensors.items()})
+    for run, stats in zip(runs, (alone, padded), strict=True):
+        run.record(0, stats, None, None, None, CallSize(len(stats.density), 100, 100))
+    expected, found = (run.summary() for run in runs)
+    assert found.low_heads == expected.low_heads
+    for name in ("coverage", "row_coverage", "lowest"):
+        assert getattr(found.layers[0], name) == pytest.approx(getattr(expected.layers[0], name))
+
+
 def test_calls_beyond_the_cap_are_dropped_but_counted():
     whole, capped = (recorded(20, max_calls=most, collect_masks=True) for most in (None, 4))
     assert (whole.masks[0][-4:], len(whole.masks[0])) == (capped.masks[0], 20)
