@@ -1,6 +1,7 @@
 """The harness's program, whose ``hf`` model then takes ``attn_implementation=flexmask``.
 
-``--settings`` is flexmask's, a JSON file of `PrefillSettings` or the JSON; all other words are the harness's.
+``--settings`` is flexmask's, a JSON file of `PrefillSettings` or the JSON; all other words are the harness's. Batches are of one
+prompt, whatever a file for ``--config`` says.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--settings")
     parser.add_argument("-b", "--batch_size", default="1")
-    given, sys.argv[1:] = parser.parse_known_args()
+    given, words = parser.parse_known_args()
     if given.batch_size != "1":
         parser.error(f"--batch_size must be 1, as the harness pads log-likelihoods without a mask; got {given.batch_size}")
+    # over a --config file and abbreviations; not where the harness lists and checks tasks, or prints its help
+    runs = len(words) > 1 and words[0] not in ("ls", "validate")
+    sys.argv[1:] = [*words, "--batch_size", "1"] if runs else words
     is_json = (given.settings or "").lstrip().startswith("{")
     register(settings=PrefillSettings.parse(given.settings, "--settings") if is_json else given.settings)
     cli_evaluate()

@@ -51,6 +51,30 @@ def test_refuses(words, said):
     assert done.returncode != 0 and said in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--config", "FILE"], ["run", "--config", "FILE"], ["--batch", "4"]], ids=str)
+def test_batches_are_of_one_prompt_whatever_else_the_words_say(words, tmp_path, monkeypatch):
+    from flexmask.integrations.lm_eval.__main__ import main
+
+    asked, file = [], tmp_path / "harness.yaml"
+    file.write_text("model: hf\nbatch_size: 4\n")
+    monkeypatch.setattr("lm_eval.simple_evaluate", lambda **given: asked.append(int(given["batch_size"])))
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *(str(file) if word == "FILE" else word for word in words), *TASK])
+    monkeypatch.chdir(ROOT)
+    main()
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("words", [["ls", "tasks"], ["validate", "--tasks", "none"], ["--help"]], ids=str)
+def test_other_commands_of_the_harness_get_their_words(words, monkeypatch):
+    from flexmask.integrations.lm_eval import __main__ as program
+
+    got = []
+    monkeypatch.setattr(program, "cli_evaluate", lambda: got.append(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
+    program.main()
+    assert got == [words]
+
+
 @pytest.mark.parametrize("page", ["docs/research.md", "docs/evaluation.md"])
 def test_the_snippets_of_the_pages_run(page, monkeypatch):
     """As they stand, with the harness's evaluation replaced, which takes hours on their lengths."""
