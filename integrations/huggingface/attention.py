@@ -25,6 +25,7 @@ from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import give_back
 
 _UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt per batch row"
+_UNPACK_OR_BOUNDS = f"{_UNPACK}; in such a model (GPT-OSS, AFMoE) cu_seq_lens_q and cu_seq_lens_k without position_ids"
 # Arguments that change attention, and the alternative. Others from the model's forward pass (labels, lengths, flags).
 _REFUSED = {
     **dict.fromkeys(("position_bias", "attention_bias", "alibi", "head_mask", "output_attentions", "sinks"), EAGER),
@@ -153,7 +154,8 @@ def _checked_segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) 
         and positions.shape[1] == q_len
         and mask.packed.is_packed(positions, mask.attention_mask, mask.offset)
     ):
-        raise refusal("packed sequences (position_ids that start again) over a cache or under an attention_mask", _UNPACK)
+        where = "over a cache or under an attention_mask, or in a model that masks without position_ids"
+        raise refusal(f"packed sequences (position_ids that start again) {where}", _UNPACK_OR_BOUNDS)
     if rows is None and keys is None:
         return mask.segments
     if rows is None or keys is None:

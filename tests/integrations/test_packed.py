@@ -92,6 +92,14 @@ def test_windows_and_soft_caps_count_within_a_sequence(family, form, tokens):
         assert (model(tokens[:1], **arguments(form)).logits - dense).abs().max() < 1e-4
 
 
+def test_a_model_that_masks_without_positions_takes_bounds_alone(tokens):
+    model = make_model("GptOss")
+    with flexmask_hf.sparse_prefill(model):
+        assert (model(tokens[:1], **arguments("bounds")).logits - one_by_one(model, tokens[:1])).abs().max() < 1e-4
+        with pytest.raises(NotImplementedError, match=r"masks without position_ids; .* cu_seq_lens_k without position_ids$"):
+            model(tokens[:1], **arguments("lists"))
+
+
 def test_collator_of_transformers_makes_what_is_served(model, tokens):
     from transformers import DataCollatorWithFlattening
 
