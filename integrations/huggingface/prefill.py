@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.registration import register, switch_attention
-from flexmask.integrations.huggingface.scope import LOCK, Scope, latest
+from flexmask.integrations.huggingface.registration import NoteForward, register, switch_attention
+from flexmask.integrations.huggingface.scope import LOCK, Scope, block_name, latest
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.locking import locked
 from flexmask.selector import UnknownOption
@@ -183,7 +183,7 @@ def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall
 def _open(scope: Scope) -> None:
     check_servable(scope.model)
     try:
-        scope.open()
+        scope.open(NoteForward(block_name(scope.config)))
         switch_attention(scope.model)
     except BaseException:
         scope.close()

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from flexmask._torch import is_traced
 from flexmask.base.checks import check_word
 from flexmask.environment import check_transformers
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME, text_config, text_model
 from flexmask.integrations.huggingface.mask import made_mask
 from flexmask.integrations.huggingface.model_config import set_process_settings
-from flexmask.integrations.huggingface.scope import is_scoped, scoped_name
+from flexmask.integrations.huggingface.scope import block_name, scope_of
 from flexmask.settings import PrefillSettings, named_settings
 
 _WRAPPED = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -68,15 +70,14 @@ def register(
     set_process_settings(named_settings(method, settings, **options))
     _warn_of_wrappers()
     for entry in {NAME, name}:
-        _register(entry)
+        register_name(entry)
 
 
 def switch_attention(model: PreTrainedModel) -> None:
     """Write the name of a block's attention into the `text_config`, which must be one that the model reads."""
     config, part = text_config(model), text_model(model)
-    own = config._attn_implementation
-    name = own if own == NAME or is_scoped(config) else scoped_name(own)
-    _register(name)
+    own, name = config._attn_implementation, block_name(config)
+    register_name(name)
     if name == own:
         return
     (part or model).set_attn_implementation({"": name} if part else {"text_config": name})
@@ -84,7 +85,8 @@ def switch_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"model must go through transformers' attention interface; got {type(model).__name__}, which does not")
 
 
-def _register(name: str) -> None:
+def register_name(name: str) -> None:
+    """Have transformers find flexmask under this name."""
     # masks before attention, which would get none without
     AttentionMaskInterface.register(name, made_mask)
     AttentionInterface.register(name, attention)
@@ -93,6 +95,35 @@ def _register(name: str) -> None:
     for functions, ours in ((ALL_MASK_ATTENTION_FUNCTIONS, made_mask), (ALL_ATTENTION_FUNCTIONS, attention)):
         if functions[name] is not ours:
             functions[name] = ours
+
+
+class NoteForward:
+    """A forward hook of a block, which notes a prefill that was not compiled.
+
+    Models are copied and pickled with their hooks. A copy registers the block's name, which its config has, in its process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_copy, (self.name,)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if is_traced():
+            return
+        given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        tokens = next((value for value in given if isinstance(value, Tensor)), None)
+        if tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1:  # decoding
+            return
+        scope = scope_of(module)
+        if scope is not None:
+            scope.run.note_forward()
+
+
+def _of_copy(name: str) -> NoteForward:
+    register_name(name)
+    return NoteForward(name)
 
 
 def _warn_of_wrappers() -> None:

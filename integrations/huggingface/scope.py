@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flexmask._torch import is_traced
 from flexmask.integrations.huggingface.compat import NAME, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
@@ -41,8 +40,8 @@ class Scope:
         self._layers: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
 
     @locked(LOCK)
-    def open(self) -> None:
-        """Serve the model's calls, in this thread or task before other scopes."""
+    def open(self, note: Callable[..., None]) -> None:
+        """Serve the model's calls, in this thread or task before other scopes; `note` is a forward hook."""
         opened = ref(self)
         for part in (self.config, *self.model.modules()):
             entry = entry_of(part)
@@ -50,7 +49,7 @@ class Scope:
         _OPENED_HERE.set((*(scope for scope in _OPENED_HERE.get() if scope() is not None), opened))
         # generate() and PEFT bypass the outer modules
         base = self.model.base_model
-        self._unhook = weakref.finalize(self, base.register_forward_hook(_note_forward, with_kwargs=True).remove)
+        self._unhook = weakref.finalize(self, base.register_forward_hook(note, with_kwargs=True).remove)
 
     @locked(LOCK)
     def close(self) -> None:
@@ -128,6 +127,12 @@ def scoped_name(own: str | None) -> str:
     return _PREFIX + (own or "").swapcase()
 
 
+def block_name(config: Any) -> str:
+    """The name that a block writes into a config: the one that is there if flexmask serves it."""
+    own = config._attn_implementation
+    return own if own == NAME or is_scoped(config) else scoped_name(own)
+
+
 def is_scoped(config: Any) -> bool:
     """True for a config in which a block has written its name."""
     return str(getattr(config, "_attn_implementation", None)).startswith(_PREFIX)
@@ -141,16 +146,3 @@ def give_back(config: Any) -> bool:
     # the property would set the name of all parts, where other scopes may be open
     config._attn_implementation_internal = config._attn_implementation.removeprefix(_PREFIX).swapcase() or None
     return True
-
-
-def _note_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Note a prefill that was not compiled. Module-level: models are pickled with their hooks."""
-    if is_traced():
-        return
-    given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    tokens = next((value for value in given if isinstance(value, Tensor)), None)
-    if tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1:  # decoding
-        return
-    scope = scope_of(module)
-    if scope is not None:
-        scope.run.note_forward()

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import SPARSE
+from tests.repository import python
 
 
 class Wrapped(nn.Module):
@@ -99,6 +100,24 @@ def test_copies_made_in_a_block_run_as_outside(model, tokens, attention):
     with flexmask_hf.sparse_prefill(copies[0], dense_below=1000) as run:
         copies[0](tokens)
     assert len(run.stats) == 2
+
+
+def test_a_pickle_made_in_a_block_runs_in_another_process_as_outside(model, tokens, tmp_path):
+    expected, folder = model(tokens[:1, :50]).logits, str(tmp_path)
+    with flexmask_hf.sparse_prefill(model):
+        torch.save(copy.deepcopy(model), tmp_path / "model.pt")
+    torch.save(tokens[:1, :50], tmp_path / "tokens.pt")
+    python(
+        "-c",
+        f"""
+import torch
+torch.set_grad_enabled(False)
+model, tokens = (torch.load(f"{folder}/{{name}}.pt", weights_only=False) for name in ("model", "tokens"))
+torch.save(model(tokens).logits, "{folder}/logits.pt")
+assert model.config._attn_implementation == "sdpa"
+""",
+    )
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
 def test_a_model_by_name_has_blocks_too(model, tokens):
