@@ -187,13 +187,19 @@ class PrefillSettings:
             saved = json_data(text)
         except ValueError as error:
             raise ValueError(f"{source}: must be a JSON object in UTF-8; {error}") from error
-        if isinstance(saved, dict) and CONFIG_KEY in saved:
-            return cls.from_dict(saved[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
-        return cls.from_dict(saved, source)
+        config = _config_with_settings(saved)
+        return cls.from_dict(saved, source) if config is None else cls.from_dict(config[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
 
 
 _DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).parameters.items() if x.kind is not x.VAR_KEYWORD}
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
+
+
+def _config_with_settings(data: Any) -> dict[str, Any] | None:
+    """The part of a ``config.json`` that has settings: of a model of several parts the text model's, inside the others."""
+    if not isinstance(data, dict):
+        return None
+    return data if CONFIG_KEY in data else next(filter(None, map(_config_with_settings, data.values())), None)
 
 
 def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,14 @@ def omni3():
     return made(f"{name}ForConditionalGeneration", f"{name}Config", thinker_config=thinker, enable_audio_output=False)
 
 
+@pytest.mark.parametrize("make", [omni2, omni3])
+def test_settings_in_a_part_of_a_config_are_loaded_from_its_file(make, tmp_path):
+    model = make()
+    settings = flexmask_hf.configure(model, gamma=0.8, layers={1: {"gamma": 0.9}})
+    model.config.save_pretrained(tmp_path)
+    assert PrefillSettings.load(tmp_path / "config.json") == settings
+
+
 @pytest.mark.parametrize("make", [phi4, omni2, omni3])
 def test_only_the_text_model_is_switched(make):
     model = make()
