@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,10 @@ def inspect(
     text = read_text(prompt, output)
     if out.is_dir():
         usage_error(f"{out} is a folder", "--out")
+    # before the wait
+    nearest = next(folder for folder in out.absolute().parents if folder.exists())
+    if not nearest.is_dir() or not os.access(out if out.exists() else nearest, os.W_OK):
+        usage_error(f"cannot write {out}", "--out")
     loaded, tokenizer = load_model(model, output, common.device, common.dtype)
     ids = prompt_ids(loaded, tokenizer, text)
 

@@ -98,6 +98,7 @@ REFUSED = [
     (f"{INSPECT} --heads 0", "'--heads': must be LAYER:HEAD pairs, as in 0:3,5:1; got '0'"),
     (f"{INSPECT} --heads 7:0", "'--heads': heads must be pairs of a layer and a head that ran sparse; got (7, 0)"),
     (f"{INSPECT} --out {{empty}}", "is a folder"),
+    (f"{INSPECT} --out {{blank}}/page.html", "'--out': cannot write {blank}/page.html"),
 ]
 
 
