@@ -84,8 +84,8 @@ _PLAN: Any = field(default=None, metadata={"plan": stand_in_plan})
 def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_blocks: int = count(1)) -> Tensor:
     """MoA's elastic windows: a span per head that grows with the length, the same for every input.
 
-    With n blocks filled so far, a head of plan (alpha, beta) keeps key block j iff ``j - first < sink_blocks`` or
-    ``i - j < max(1, floor(alpha / block_size + beta * n))``; ``first`` is the block of the first valid key.
+    With n blocks from that of the first valid key, ``first``, to that of the last, a head of plan (alpha, beta) keeps key block j
+    iff ``j - first < sink_blocks`` or ``i - j < max(1, floor(alpha / block_size + beta * n))``.
 
     Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
 
@@ -110,12 +110,12 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_block
     tensor([[1, 0, 0, 1, 1, 0, 0, 0],
             [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
     """
-    tokens, size = problem.tokens, problem.block_size
     pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
-    filled = tokens.offset + tokens.row_valid.shape[1]  # (batch or 1,)
-    blocks = ((filled + size - 1) // size)[:, None, None, None]
+    last = problem.last_keys().amax(-1)[:, None, None, None]
+    blocks = last // problem.block_size - problem.first_block() + 1
     alpha, beta = pairs[:, 0, None, None], pairs[:, 1, None, None]
-    return problem.sinks(sink_blocks) | problem.diagonals((alpha / size + beta * blocks).floor().clamp(min=1))
+    spans = (alpha / problem.block_size + beta * blocks).floor().clamp(min=1)
+    return problem.sinks(sink_blocks) | problem.diagonals(spans)
 
 
 @method

@@ -40,8 +40,8 @@ class Sparge(Method):
     cdf_threshold
         Share of the pooled attention that the kept blocks stay within. Range (0, 1]. Default 0.98 (as above).
     topk
-        Share of all key blocks, later ones included, that each query block keeps, instead of `cdf_threshold`. Range (0, 1], or
-        None (default); 0.5 in the published interface that its authors recommend.
+        Share of the key blocks with a token, later ones included, that each query block keeps, instead of `cdf_threshold`. Range
+        (0, 1], or None (default); 0.5 in the published interface that its authors recommend.
 
     Examples
     --------
@@ -77,7 +77,7 @@ class Sparge(Method):
             within = (running_sums(attention.gather(-1, order), share.dtype) <= share) | (share >= 1)
         else:
             share = problem.as_tensor(self.topk)
-            within = problem.kv_block < (share * attention.shape[-1]).floor()
+            within = problem.kv_block < (share * (counts > 0).sum(-1)).floor()[:, None, None, None]
         within = within | (problem.kv_block == 0)
         chosen = torch.zeros_like(candidates.expand(order.shape)).scatter(-1, order, within.expand(order.shape))
         return (chosen & candidates) | ~keys_alike | ~rows_alike.unsqueeze(-1)

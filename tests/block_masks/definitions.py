@@ -52,8 +52,8 @@ def lm_infinite(call: Call, h: int, i: int, j: int, global_tokens: int, local_to
 @static
 def moa(call: Call, h: int, i: int, j: int, plan: Any, sink_blocks: int = 1) -> bool:
     alpha, beta = plan if not isinstance(plan[0], tuple) else plan[h]
-    filled = -(-(call.position(call.q_len)) // call.block_size)
-    span = max(1, math.floor(alpha / call.block_size + beta * filled))
+    length = call.valid_keys[-1] // call.block_size - call.first_block + 1 if call.valid_keys else 0
+    span = max(1, math.floor(alpha / call.block_size + beta * length))
     return is_sink(call, j, sink_blocks) or call.seen.position_blocks[i][0] - j < span
 
 
@@ -157,7 +157,8 @@ def sparge(call: Call, h: int, i: int, similarity_threshold: float, cdf_threshol
     shares = call.score_of_mean(h, rows, means).softmax(0).tolist()
     values = dict(zip(candidates, shares, strict=True))
     if topk is not None:
-        kept, other = top(values, max(1, math.floor(topk * call.num_kv_blocks)))
+        filled = len({k // call.block_size for k in call.valid_keys})
+        kept, other = top(values, max(1, math.floor(topk * filled)))
         return [*kept, *unlike], min(margin, other)
     running = list(accumulate(sorted(values.values(), reverse=True)))
     within = len(running) if cdf_threshold >= 1 else sum(total <= cdf_threshold for total in running)

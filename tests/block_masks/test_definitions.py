@@ -1,6 +1,7 @@
 """Every method equals its definition: whole, in chunks, in slices, next to heads that are not finite."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,3 +115,23 @@ def test_what_padding_and_slots_behind_a_chunk_hold_does_not_matter(name, of):
     for rows, tensor, value in ((tokens.gather(1, position), case.query, torch.nan), (keys, case.key, torch.inf)):
         tensor.masked_fill_(~rows[:, None, :, None], value)
     assert torch.equal(map_of(name, case), expected)
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 37), (4 * SIZE, 0), (2 * SIZE, 7 * SIZE)])
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, o) for name in MASKS if name != "published" for o in (TESTED[name].sparse, *TESTED[name].others)]
+)
+def test_padding_of_whole_blocks_and_a_longer_cache_change_no_choice(name, options, left, right):
+    alone = call(q_len=9 * SIZE, heads=(2, 1), block_size=SIZE, seed=3, sharpness=2.0)
+    expected = map_of(name, alone, **options)
+    # left a multiple of infllm's groups
+    query, key = (torch.nn.functional.pad(x, (0, 0, left, right)) for x in (alone.query, alone.key))
+    tokens = padding(query.shape[2], ("left", left)) * padding(query.shape[2], ("right", right))
+    padded = replace(alone, query=query, key=key, attention_mask=tokens)
+    cached = replace(
+        padded, query=query[:, :, : left + 9 * SIZE], attention_mask=padding(query.shape[2], ("left", left)), q_offset=0
+    )
+    for case in (padded, cached):
+        got = map_of(name, case, **options)
+        blocks = slice(left // SIZE, left // SIZE + 9)
+        assert torch.equal(got[:, :, blocks, blocks], expected) and got.sum() == expected.sum()
