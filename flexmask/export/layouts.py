@@ -40,8 +40,8 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     Returns
     -------
     BsrBlocks
-        On the mask's device. FlashInfer's ``causal=True`` serves the block that cuts the diagonal, the last of its row, where
-        q_len and kv_len are multiples of the block size, or q_len equals kv_len.
+        On the mask's device. FlashInfer's ``causal=True`` serves the block that cuts the diagonal, the last of its row, where row
+        0 stands at a multiple of the block size, as in whole prompts.
 
     Raises
     ------
@@ -204,11 +204,12 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     kept = _by_key_head(kept[row], num_kv_heads, merge_heads)
     size, device, offset = selection.block_size, kept.device, 0 if offsets is None else int(offsets[row])
 
-    first_rows = offset + torch.arange(kept.shape[1]) * size
+    # on the host, whatever the default device
+    first_rows = offset + torch.arange(kept.shape[1], device="cpu") * size
     ends = (first_rows + size).clamp(max=offset + q_len)
-    starts = torch.cat([torch.arange(0, kv_len, size), first_rows, ends])
+    starts = torch.cat([torch.arange(0, kv_len, size, device="cpu"), first_rows, ends])
     starts = starts[starts < kv_len].unique()
-    sizes = torch.diff(starts, append=torch.tensor([kv_len]))
+    sizes = torch.diff(starts, append=torch.tensor([kv_len], device="cpu"))
     by_column = kept[:, :, (starts // size).to(device)]
     seen = (starts < ends[:, None]).to(device)
     block_map = by_column & seen

@@ -1,6 +1,7 @@
 """Every export says what the mask says, pair by pair; on a GPU FlashInfer and flash-attn-4 compute with them."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -84,6 +85,37 @@ def test_flashinfer_serves_one_prompt_of_many_merges_heads_and_shares_a_map():
     assert not torch.equal(found[0], case.pairs[1, 0])
     case = drawn((129, 129, 32), heads=1)
     assert torch.equal(pairs_of_flashinfer(to_flashinfer(case.mask, 3), 129, 129), case.pairs[0].expand(3, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "serves"),
+    [((129, 129, 32), None, True), ((40, 72, 32), None, True), ((64, 128, 32), 32, True), ((64, 128, 32), 7, False)],
+)
+def test_causality_of_a_bsr_row_is_that_of_its_last_block_where_row_0_begins_a_block(shape, offset, serves):
+    q_len, kv_len, size = shape
+    case = drawn(shape, offset=offset)
+    blocks = to_bsr(case.mask, head=1)
+    pairs = torch.zeros(blocks.shape, dtype=torch.bool)
+    for i, (first, end) in enumerate(itertools.pairwise(blocks.indptr.tolist())):
+        keys = (blocks.indices[first:end, None].long() * size + torch.arange(size)).flatten()
+        row = torch.arange(size)[:, None]
+        pairs[i * size : (i + 1) * size, keys] = torch.arange(len(keys)) <= row + len(keys) - size
+    assert torch.equal(pairs[:q_len, :kv_len], case.pairs[0, 1]) is serves
+
+
+def test_exports_need_no_default_device():
+    case = drawn((50, 129, 32))
+    exports = [
+        to_block_map,
+        to_index_list,
+        to_flash_attn,
+        partial(to_flashinfer, num_kv_heads=3),
+        partial(to_bsr, with_pairs=True),
+    ]
+    expected = [export(case.mask) for export in exports]
+    with torch.device("meta"):
+        found = [export(case.mask) for export in exports]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_methods_masks_are_exported():
