@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, ranks
+from flexmask.base.visibility import num_blocks
 from flexmask.method import BlockProblem, Method, count, mask_function
 
 
@@ -56,9 +57,11 @@ class InfLLM(Method):
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
+        # rows are filled up to whole groups
+        blocks = min(self.execution_blocks, num_blocks(inputs.query.shape[2], size))
         # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
-        means = problem.query_means(self.execution_blocks)
-        first_row = tokens.offset.unsqueeze(-1) + self.execution_blocks * size * torch.arange(means.shape[2], device=means.device)
+        means = problem.query_means(blocks)
+        first_row = tokens.offset.unsqueeze(-1) + blocks * size * torch.arange(means.shape[2], device=means.device)
         ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
         local = (ahead < self.local_tokens)[:, None]
         if inputs.window is not None:
@@ -71,7 +74,7 @@ class InfLLM(Method):
         scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
         chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < self.topk_blocks) & units
         kept = chosen | local | sinks
-        return kept.repeat_interleave(self.execution_blocks, 2)[:, :, : problem.seen.visible.shape[1]]
+        return kept.repeat_interleave(blocks, 2)[:, :, : problem.seen.visible.shape[1]]
 
 
 infllm_mask = mask_function("infllm", InfLLM)

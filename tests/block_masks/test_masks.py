@@ -189,3 +189,13 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         MASKS[name](query, key)
     a_slice = 4 * max(select.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice) and largest.nbytes < TOKENS**2 / 8
+
+
+def test_a_group_of_infllm_beyond_the_prompt_takes_no_more_memory():
+    case = case_of("left padding")
+    query, key, keywords = case.query, case.key, {**SPARSE["infllm"], "block_size": 32, **case.keywords()}
+    expected = MASKS["infllm"](query, key, **{**keywords, "execution_blocks": 8})
+    with Largest() as largest:
+        mask = MASKS["infllm"](query, key, **{**keywords, "execution_blocks": 10**4})
+    assert_same_lists(mask, expected)
+    assert largest.nbytes < 2**21
