@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.attend import Attended, attend_heads, with_group
-from flexmask.base.checks import check_plain
+from flexmask.base.checks import check_bool, check_plain
 from flexmask.base.inputs import AttentionInputs, HeadGroup, in_autocast_dtype, needs_gradients, without_autocast
 from flexmask.base.selection import Selection
 from flexmask.call_options import CallOptions
@@ -71,6 +71,7 @@ class Plan:
         RuntimeError
             As `flexmask.sparse_attention`.
         """
+        check_bool("return_stats", return_stats)
         return self.attend(self.fitting(query, key, value, sinks), STATISTICS if return_stats else ()).results()
 
     def fitting(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> AttentionInputs:

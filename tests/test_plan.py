@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,26 +12,27 @@ from flexmask import plan, sparse_attention
 from tests.attention_calls import padding
 from tests.call_trace import functions_before_the_method
 
-OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}
+OWN: dict[str, Any] = {"gamma": 0.9, "min_budget": 16, "min_coverage": 0.0, "last_rows_dense": False}
+OPTIONS = {**OWN, "block_size": 16, "dense_below": 0}
 CHUNK = (63, 200)
-WHOLE = ((129, 129), (63, 63))
+WHOLE = ((129, 129), (127, 127))
 
 
 def layer(q_len=129, kv_len=129, heads=4, kv_heads=2, batch=2, dim=16):
-    return [torch.randn(batch, h, n, dim) for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))]
+    """Query, key and value, by which each layer keeps other blocks."""
+    query, key, value = (torch.randn(batch, h, n, dim) for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len)))
+    return [3 * query, key, value]
 
 
 KINDS = {
     "plain": lambda n: {},
     "padded": lambda n: {"attention_mask": padding(n, ("left", 9), ("right", 5))},
-    "windowed": lambda n: {"window": 40},
+    "windowed": lambda n: {"window": 100},
     "in groups": lambda n: {"max_mask_bytes": 1},
     "capped": lambda n: {"softcap": 3.0, "scale": 0.3},
     "dense": lambda n: {"dense_below": 2**20},
     "in slices": lambda n: {"method": "xattention", "threshold": 0.5},
-    "by a user": lambda n: {"method": lambda query, key, **where: flexmask.block_masks.streaming_llm_mask(
-        query, key, 1, 2, **where
-    )},
+    "by a user": lambda n: {"method": lambda query, key, **where: flexmask.hybrid_mask(query, key, **OWN, **where)},
 }  # fmt: skip
 
 
@@ -46,8 +48,8 @@ KINDS = {
 def test_each_run_equals_its_own_call(kind, lengths):
     options = {**OPTIONS, **KINDS[kind](lengths[1])}
     if "method" in options:
-        options = {name: x for name, x in options.items() if name not in ("gamma", "min_budget", "min_coverage")}
-    layers = [layer(*lengths) for _ in range(3)]
+        options = {name: x for name, x in options.items() if name not in OWN}
+    layers, densities = [layer(*lengths) for _ in range(3)], []
     made = plan(*layers[0], **options)
     for tensors in layers:
         out, stats = made.run(*tensors, return_stats=True)
@@ -56,6 +58,9 @@ def test_each_run_equals_its_own_call(kind, lengths):
         assert torch.equal(stats.density, expected_stats.density)
         assert stats.dense == expected_stats.dense == (made.reason is not None)
         assert torch.equal(made.run(*tensors), expected)
+        densities.append(stats.density)
+    # each layer selects for itself
+    assert kind == "dense" or (torch.stack(densities).mean() < 0.9 and not torch.equal(densities[0], densities[1]))
 
 
 def test_layers_have_sinks_of_their_own():
@@ -101,6 +106,12 @@ def test_refuses_tensors_that_it_was_not_made_for(change, words):
     made = plan(*layer(), **OPTIONS)
     with pytest.raises((TypeError, ValueError), match=words):
         made.run(*change(*layer()))
+
+
+def test_a_wish_for_statistics_is_true_or_false():
+    made = plan(*layer(), **{**OPTIONS, "dense_below": 2**20})
+    with pytest.raises(TypeError, match="return_stats must be True or False; got 1"):
+        made.run(*layer(), return_stats=1)
 
 
 def test_a_mode_that_came_later_is_refused():
