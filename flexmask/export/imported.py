@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import plain
 from flexmask._torch import is_fake
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.checks import check_block_size, check_count, check_int, check_plain
+from flexmask.base.checks import check_block_size, check_count, check_int, check_plain, plain_number
 from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import block_mask, inputs_of_mask
@@ -61,6 +61,8 @@ def from_block_map(
     >>> from_block_map(kept, 96, 96, block_size=32).sparsity()
     44.44444444444444
     """
+    # NumPy's integers too: a BlockMask takes only ints
+    q_len, kv_len, block_size, window, q_offset = (plain_number(x) for x in (q_len, kv_len, block_size, window, q_offset))
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
     _check_values("block_map", block_map, "bool or integers")
     blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.checks import check_count
+from flexmask.base.checks import check_count, plain_number
 from flexmask.base.selection import ascending_indices
 from flexmask.export.index_lists import blocks_of, check_index, made_parts, num_kv_blocks
 
@@ -131,7 +131,7 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
     """
     kept, full = blocks_of(mask)
     rows, columns = mask.BLOCK_SIZE
-    tile = columns if kv_tile is None else kv_tile
+    tile = columns if kv_tile is None else plain_number(kv_tile)
     check_count("kv_tile", tile, 1, "keys")
     if columns % tile:
         raise ValueError(f"kv_tile must divide the mask's block size {columns}; got {kv_tile!r}")

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +32,20 @@ def test_lists_in_any_order_come_back(shape):
     place, last = torch.arange(indices.shape[-1]), counts[..., None] - 1
     backwards = indices.gather(-1, torch.where(place <= last, last - place, place))
     assert_same_lists(from_index_list(backwards, counts, *shape[:2], block_size=shape[2]), case.mask)
+
+
+def test_numbers_may_be_numpys():
+    shape = (50, 129, 32)
+    case, number = drawn(shape, offset=7, window=200), np.int64
+    given = {"block_size": number(32), "window": number(200), "q_offset": number(7)}
+    for mask in (
+        from_block_map(case.keep, number(50), number(129), **given),
+        from_index_list(*to_index_list(case.mask), number(50), number(129), **given),
+    ):
+        assert_same_lists(mask, case.mask)
+        assert {type(x) for x in (*mask.BLOCK_SIZE, *mask.shape[2:])} == {int}
+        assert torch.equal(create_mask(mask.mask_mod, *case.pairs.shape, device="cpu"), case.pairs)
+        assert type(to_flash_attn(mask, kv_tile=number(16)).block_size[1]) is int
 
 
 KEPT = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])[None, None]
