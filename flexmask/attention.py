@@ -24,8 +24,9 @@ RECOMMENDED = "hybrid"
 def sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
     scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
-    return_lse: Literal[False] = ..., return_stats: Literal[False] = ..., max_mask_bytes: int = ..., **options: Any,
+    q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., sinks: Tensor | None = ..., backend: str = ...,
+    dense_below: int | None = ..., return_lse: Literal[False] = ..., return_stats: Literal[False] = ...,
+    max_mask_bytes: int = ..., **options: Any,
 ) -> Tensor: ...
 @overload
 def sparse_attention(
@@ -46,8 +47,8 @@ def sparse_attention(
 def sparse_attention(
     query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any] = ..., *, block_size: int = ...,
     scale: float | None = ..., softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-    q_offset: int | Tensor | None = ..., sinks: Tensor | None = ..., backend: str = ..., dense_below: int | None = ...,
-    return_lse: bool = ..., return_stats: bool = ..., max_mask_bytes: int = ..., **options: Any,
+    q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., sinks: Tensor | None = ..., backend: str = ...,
+    dense_below: int | None = ..., return_lse: bool = ..., return_stats: bool = ..., max_mask_bytes: int = ..., **options: Any,
 ) -> Any: ...
 # fmt: on
 def sparse_attention(
@@ -62,6 +63,7 @@ def sparse_attention(
     window: int | None = None,
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
+    prompt_len: int | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
     dense_below: int | None = None,
@@ -103,6 +105,9 @@ def sparse_attention(
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
         device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.
+    prompt_len
+        Tokens, >= 1, of the whole prompt if this call is a chunk of it, padding included: thresholds of ``"hybrid"`` follow it.
+        No other method reads it. Default None: the prompt ends with the call's last row.
     sinks
         (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss), unused by
         the selection. Default None.
@@ -161,7 +166,8 @@ def sparse_attention(
     made = _planned(
         query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
         max_mask_bytes=max_mask_bytes, return_lse=return_lse,
-        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
+        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len,
+        sinks=sinks,
     )  # fmt: skip
     return made.attend(made.inputs, STATISTICS if return_stats else ()).results()
 
@@ -178,6 +184,7 @@ def plan(
     window: int | None = None,
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
+    prompt_len: int | None = None,
     sinks: Tensor | None = None,
     backend: str = "auto",
     dense_below: int | None = None,
@@ -196,7 +203,7 @@ def plan(
     ----------
     query, key, value, sinks
         As in `sparse_attention`: of any layer, for their shapes, dtypes, device and need of gradients.
-    method, block_size, scale, softcap, window, attention_mask, q_offset
+    method, block_size, scale, softcap, window, attention_mask, q_offset, prompt_len
         As in `sparse_attention`.
     backend, dense_below, return_lse, max_mask_bytes, options
         As in `sparse_attention`.
@@ -222,7 +229,8 @@ def plan(
     return _planned(
         query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
         max_mask_bytes=max_mask_bytes, return_lse=return_lse,
-        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, sinks=sinks,
+        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len,
+        sinks=sinks,
     ).without_tensors()  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class MaskFunction(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
         softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., return_stats: Literal[False] = ..., **named: Any,
+        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: Literal[False] = ..., **named: Any,
     ) -> BlockMask: ...
     @overload
     def __call__(
@@ -48,7 +48,7 @@ class MaskFunction(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
         softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., return_stats: bool = ..., **named: Any,
+        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: bool = ..., **named: Any,
     ) -> Any: ...
     # fmt: on
 
@@ -85,6 +85,7 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         window: int | None = None,
         attention_mask: Tensor | None = None,
         q_offset: int | Tensor | None = None,
+        prompt_len: int | None = None,
         return_stats: bool = False,
         **options: Any,
     ) -> Any:
@@ -95,7 +96,14 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
                 raise TypeError(f"{made} got {option} twice, by position and by name")
             options[option] = value
         inputs = attention_inputs(
-            query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset
+            query,
+            key,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            attention_mask=attention_mask,
+            q_offset=q_offset,
+            prompt_len=prompt_len,
         ).with_offset()
         selector = cls.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes(inputs)

@@ -232,8 +232,8 @@ def _as_one_operator(prepared: PreparedSelection, inputs: SparseInputs, with_map
     integers = {name: int(value) for name, value in given.items() if name not in tensors and name not in words}
     outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
-        selector.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()), list(words.values()),
-        list(integers.values()), with_map, list(statistics),
+        inputs.prompt_len, selector.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()),
+        list(words.values()), list(integers.values()), with_map, list(statistics),
     )  # fmt: skip
     stats = dict(zip(statistics, outputs[5:], strict=True))
     return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size)
@@ -243,8 +243,8 @@ def _as_one_operator(prepared: PreparedSelection, inputs: SparseInputs, with_map
     "flexmask::select",
     mutates_args=(),
     schema="(Tensor query, Tensor key, float scale, float? softcap, SymInt? window, Tensor? attention_mask, Tensor? offset, "
-    "str method, SymInt block_size, str[] names, Tensor[] tensors, str[] words, SymInt[] integers, bool with_map, "
-    "str[] statistics) -> Tensor[]",
+    "SymInt? prompt_len, str method, SymInt block_size, str[] names, Tensor[] tensors, str[] words, SymInt[] integers, "
+    "bool with_map, str[] statistics) -> Tensor[]",
 )
 def selection_operator(
     query: Tensor,
@@ -254,6 +254,7 @@ def selection_operator(
     window: int | None,
     attention_mask: Tensor | None,
     offset: Tensor | None,
+    prompt_len: int | None,
     method: str,
     block_size: int,
     names: list[str],
@@ -266,7 +267,8 @@ def selection_operator(
     """`run_kernels` as an operator; options that `names` lacks, those of tensors, words and integers, are None."""
     given = zip(names, [*tensors, *words, *integers], strict=True)
     options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
-    inputs = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset).with_offset()
+    geometry = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, prompt_len=prompt_len)
+    inputs = geometry.with_offset()
     made, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
     prepared = PreparedSelection(FittedMethod(made), made, made.runs_kernels(query))
     selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)

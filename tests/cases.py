@@ -151,6 +151,7 @@ class Case:
     scores: dict[str, Any] = field(default_factory=dict)  # scale, softcap, window
     attention_mask: Tensor | None = None
     q_offset: int | Tensor | None = None
+    prompt_len: int | None = None
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print sizes instead of numbers when hypothesis reports a failing case."""
@@ -162,7 +163,9 @@ class Case:
 
     def keywords(self) -> dict[str, Any]:
         """Keywords that mask functions and the oracle share."""
-        return {**self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset}
+        return {
+            **self.scores, "attention_mask": self.attention_mask, "q_offset": self.q_offset, "prompt_len": self.prompt_len
+        }  # fmt: skip
 
     @property
     def gammas(self) -> Tensor:
@@ -209,6 +212,7 @@ def cases(
     case = drawn_inputs(draw, config, batch, q_len, kv_len, sharpness=draw(st.sampled_from([1.0, 5.0])))
     case.attention_mask = draw(attention_masks(batch, kv_len))
     case.q_offset = draw(q_offsets(batch, kv_len - q_len))
+    case.prompt_len = draw(st.none() | st.integers(1, 3 * kv_len))
     case.scores = draw(score_options(kv_len))
     return case
 
@@ -226,6 +230,7 @@ def sparse_cases(
         case.attention_mask = torch.arange(kv_len)[None] >= draw(st.integers(0, 3 * config.block_size))
     if windowed and draw(st.integers(0, 3)) == 0:
         case.scores = {"window": draw(st.integers(8 * config.block_size, kv_len))}
+    case.prompt_len = draw(st.none() | st.integers(kv_len, 3 * kv_len)) if chunked else None
     return case
 
 

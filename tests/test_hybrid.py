@@ -132,6 +132,27 @@ def test_shares_are_of_the_blocks_that_the_widest_query_block_sees(gamma, window
     torch.testing.assert_close(found[:, 0].tolist(), [(1 - gamma) / number for number in most])
 
 
+@pytest.mark.parametrize("window", [None, 100, 1000])
+@pytest.mark.parametrize(("rows", "tokens"), [(96, 96), (64, 160), (16, 304)])
+def test_a_chunk_s_shares_are_those_of_its_prompt(rows, tokens, window):
+    query, prompt, padding = torch.zeros(2, 1, rows, 16), torch.zeros(2, 1, 330, 16), torch.ones(2, 330, dtype=torch.bool)
+    padding[1, :35] = False
+    shares = []
+    for q, k, prompt_len in ((query, prompt[:, :, :tokens], 330), (prompt, prompt, None)):
+        mask = padding[:, : k.shape[2]]
+        inputs = attention_inputs(q, k, attention_mask=mask, window=window, prompt_len=prompt_len).with_offset()
+        problem = cut_into_blocks(inputs, 16, plain)
+        shares.append(hybrid.plain.even_shares(problem, problem.as_tensor(0.9, (1,))))
+    assert torch.equal(*shares)
+
+
+def test_a_longer_prompt_lowers_the_thresholds_of_a_chunk():
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 2, 1, 160, 320, 32, sharpness=5.0)
+    options = {"block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
+    kept = [hybrid_mask(query, key, 0.95, **options, prompt_len=tokens).to_dense().sum() for tokens in (None, 320, 640, 6400)]
+    assert kept[0] == kept[1] < kept[2] < kept[3]
+
+
 @pytest.mark.parametrize("by", STEPS)
 @pytest.mark.parametrize("geometry", LAST_BLOCKS.values(), ids=LAST_BLOCKS)
 def test_query_blocks_of_the_last_rows_keep_what_they_see_and_others_what_they_kept(geometry, by):

@@ -35,7 +35,7 @@ def test_the_adapter_is_loaded_when_it_is_asked_for():
 
 def test_attention_takes_the_same_arguments_packed_and_as_a_batch():
     whole, packed = (inspect.signature(each).parameters for each in (sparse_attention, sparse_attention_varlen))
-    of_a_batch = {"attention_mask", "q_offset"}
+    of_a_batch = {"attention_mask", "q_offset", "prompt_len"}
     assert set(whole) - set(packed) == of_a_batch
     for name in set(whole) & set(packed):
         assert (whole[name].default, whole[name].annotation) == (packed[name].default, packed[name].annotation), name

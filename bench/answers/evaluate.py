@@ -106,7 +106,8 @@ def evaluate(model: Any, tokenizer: Any, row: Row, setting: Row, options: argpar
     )
     start = time.monotonic()
     wants_kept = options.kept and row["evidence"] and setting is not DENSE
-    with sparse_prefill(model, settings=prefill_settings(setting), collect_masks=wants_kept, max_calls=None) as run:
+    settings, prompt_len = prefill_settings(setting), ids.shape[1]
+    with sparse_prefill(model, settings=settings, collect_masks=wants_kept, max_calls=None, prompt_len=prompt_len) as run:
         logits, cache = prefill(model, ids, options.chunk)
     log_probs, right = read_answer(model, logits, cache, answer)
     found: Row = {

@@ -34,6 +34,7 @@ class SparseModel:
         self.model = model
         self._setting: Setting | None = None
         self._kept: dict[int, Tensor] = {}
+        self._prompt_len: int | None = None  # of a prefill in chunks
         name = f"fidelity{next(_NUMBERS)}"
         AttentionInterface.register(name, self._attend)
         # prompts without padding need no mask beyond causality
@@ -61,7 +62,7 @@ class SparseModel:
     def log_probs(self, ids: Tensor, chunk: int | None = None) -> Tensor:
         """Log-probability of every next token, (tokens - 1,) float32, of a whole prefill or of chunks."""
         cache = DynamicCache(config=self.model.config) if chunk else None
-        found = []
+        self._prompt_len, found = len(ids), []
         for part, following in zip(ids.split(chunk or len(ids)), ids[1:].split(chunk or len(ids)), strict=False):
             hidden = self.model.base_model(input_ids=part[None], use_cache=cache is not None, **{CACHE: cache})
             pieces = zip(hidden.last_hidden_state[0, : len(following)].split(_LOGITS), following.split(_LOGITS), strict=True)
@@ -72,6 +73,7 @@ class SparseModel:
 
     def answers(self, setting: Setting | None, token_ids: Tensor, count: int, chunk: int | None = None) -> Tensor:
         """Greedy tokens after each prompt, (batch, count): prefilled with `setting`, decoded dense."""
+        self._prompt_len = token_ids.shape[1]
         with self.attending(setting):
             logits, cache = prefill(self.model, token_ids, chunk)
         return decode(self.model, logits, cache, count)
@@ -86,7 +88,8 @@ class SparseModel:
         scaling: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        inputs, layer = attention_inputs(query, key, value, scale=scaling), module.layer_idx
+        inputs = attention_inputs(query, key, value, scale=scaling, prompt_len=self._prompt_len)
+        layer = module.layer_idx
         if query.shape[2] == 1 or self._setting is None:
             out = dense_attention(inputs)[0]
         else:

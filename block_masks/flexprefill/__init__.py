@@ -48,7 +48,7 @@ class FlexPrefill(Method):
 
     Parameters
     ----------
-    query, key, block_size, scale, softcap, window, attention_mask, q_offset
+    query, key, block_size, scale, softcap, window, attention_mask, q_offset, prompt_len
         As in `flexmask.sparse_attention`.
     gamma
         Share of the estimated attention to keep. Range (0, 1]; 1 keeps every visible block. Default 0.95 (the paper's for

@@ -32,8 +32,8 @@ class Rule(NamedTuple):
 
 
 def even_shares(problem: BlockProblem, gamma: Tensor) -> Tensor:
-    """``1 - gamma`` of what each of N equal blocks gets, N the most that a query block sees, (batch or 1, num_heads)."""
-    return (1 - gamma) / problem.blocks_seen().amax(-1, keepdim=True).clamp(min=1)
+    """``1 - gamma`` of what each of N equal blocks gets, N = `BlockProblem.most_blocks`, (batch or 1, num_heads)."""
+    return (1 - gamma) / problem.most_blocks().unsqueeze(-1).clamp(min=1)
 
 
 def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:

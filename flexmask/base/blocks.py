@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,15 @@ from torch import Tensor
 from flexmask.base.inputs import SparseInputs
 from flexmask.base.scores import block_means, widest_float
 from flexmask.base.selection import BlockLists
-from flexmask.base.visibility import BlockVisibility, Tokens, block_visibility, last_valid_keys, num_blocks, valid_keys
+from flexmask.base.visibility import (
+    BlockVisibility,
+    Tokens,
+    block_visibility,
+    last_valid_keys,
+    most_of_prompt,
+    num_blocks,
+    valid_keys,
+)
 
 # a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
 Number = float | Tensor
@@ -99,6 +107,13 @@ class BlockProblem:
     def blocks_seen(self) -> Tensor:
         """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int."""
         return self.seen.visible.sum(-1) if self.edges is None else self.edges.seen
+
+    def most_blocks(self) -> Tensor:
+        """The most key blocks that a query block of the prompt sees, (batch or 1,) int."""
+        if self.edges is not None:
+            return cast(Tensor, self.edges.most)
+        inputs = self.inputs
+        return most_of_prompt(self.blocks_seen().amax(-1), inputs.end, inputs.prompt_len, self.block_size, inputs.window)
 
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""

@@ -128,6 +128,7 @@ def check_inputs(
     attention_mask: Tensor | None,
     q_offset: int | Tensor | None,
     sinks: Tensor | None,
+    prompt_len: int | None,
 ) -> None:
     """Check the arguments that every public function shares, reading no tensor's values; `scores` are scale and softcap."""
     _check_query_key(query, key)
@@ -148,6 +149,14 @@ def check_inputs(
     _check_q_offset(q_offset, query, key)
     if sinks is not None:
         check_argument("sinks", sinks, "(num_heads,)", (query.shape[1],), "floating", "query", query)
+    check_prompt_len(prompt_len)
+
+
+def check_prompt_len(prompt_len: int | None) -> None:
+    if prompt_len is not None:
+        check_int64("prompt_len", prompt_len, "tokens")
+        if prompt_len < 1:
+            raise ValueError(f"prompt_len must be >= 1 token; got {prompt_len}")
 
 
 def _check_query_key(query: Tensor, key: Tensor) -> None:

@@ -48,12 +48,18 @@ class AttentionInputs(NamedTuple):
     offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
     sinks: Tensor | None = None  # (num_heads,) floating
     needs_grad: bool = False
+    prompt_len: int | None = None  # tokens of the whole prompt, if more than the call's
 
     @property
     def max_distance(self) -> int:
         """Tokens between a row and a key that no visible pair reaches: the window, at most kv_len."""
         kv_len = self.key.shape[2]
         return kv_len if self.window is None else min(self.window, kv_len)
+
+    @property
+    def end(self) -> Tensor | int:
+        """Position after the last row, a number or (batch,)."""
+        return self.key.shape[2] if self.offset is None else self.offset + self.query.shape[2]
 
     def block_pairs(self, block_size: int) -> int:
         """Number of pairs of a query block and a key block."""
@@ -78,7 +84,7 @@ class AttentionInputs(NamedTuple):
         """Keys that are no tokens, (batch, 1, kv_len, 1) bool; None: there are none."""
         absent = None if self.attention_mask is None else ~self.attention_mask
         if self.offset is not None:
-            end = (self.offset + self.query.shape[2]).unsqueeze(-1)
+            end = cast(Tensor, self.end).unsqueeze(-1)
             behind = torch.arange(self.key.shape[2], device=self.key.device) >= end
             absent = behind if absent is None else absent | behind
         return None if absent is None else absent[:, None, :, None]
@@ -136,11 +142,12 @@ def attention_inputs(
     attention_mask: Tensor | None = None,
     q_offset: int | Tensor | None = None,
     sinks: Tensor | None = None,
+    prompt_len: int | None = None,
 ) -> AttentionInputs:
     """Check the arguments of a public function and fill in their defaults; query, key and value follow autocast."""
     query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
-    scale, softcap, window, q_offset = (plain_number(x) for x in (scale, softcap, window, q_offset))
-    check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks)
+    scale, softcap, window, q_offset, prompt_len = map(plain_number, (scale, softcap, window, q_offset, prompt_len))
+    check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks, prompt_len)
     batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
     # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture
     if isinstance(q_offset, Tensor):
@@ -162,6 +169,7 @@ def attention_inputs(
         offset,
         sinks,
         needs_grad=value is not None and needs_gradients(query, key, value, sinks),
+        prompt_len=prompt_len,
     )
 
 

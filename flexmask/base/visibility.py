@@ -40,6 +40,22 @@ def num_blocks(length: int, block_size: int) -> int:
     return (length + block_size - 1) // block_size
 
 
+def most_of_prompt(most: Tensor, end: Tensor | int, prompt_len: int | None, block_size: int, window: int | None) -> Tensor:
+    """The most key blocks that a query block of the whole prompt sees, shaped as `most`, or (batch,): that of rows before `end`.
+
+    Every block of the prompt behind these rows is one more, up to those that a window reaches.
+    """
+    if prompt_len is None:
+        return most
+    # int32 holds the sums
+    of_prompt = min(num_blocks(prompt_len, block_size), 2**30)
+    following = of_prompt - (end + block_size - 1) // block_size
+    following = max(following, 0) if isinstance(following, int) else following.clamp(min=0)
+    if window is None:
+        return most + following
+    return torch.maximum(most, (most + following).clamp(max=(window + block_size - 2) // block_size + 1))
+
+
 @functools.lru_cache(maxsize=128)
 def visible_blocks(q_len: int, kv_len: int, block_size: int, window: int | None = None) -> int:
     """Number of visible pairs of blocks of a head without padding whose last row stands at the last key."""

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.inputs import SparseInputs
-from flexmask.base.visibility import num_blocks
+from flexmask.base.visibility import most_of_prompt, num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
 _BLOCKS = 16  # of a program
@@ -22,10 +22,10 @@ WHICH = ("last", "middle")
 class Edges(NamedTuple):
     """The geometry as kernels read it, int32.
 
-    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen; `most` is the largest of these.
-    Of key blocks `kv_edges` has the last valid key (-kv_len without any), whether all keys are valid, the number of valid keys,
-    and the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has the offset and then the
-    rows of that name, -1 where there is none, by `WHICH`.
+    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen; `most` is the largest of these,
+    by `most_of_prompt`. Of key blocks `kv_edges` has the last valid key (-kv_len without any), whether all keys are valid, the
+    number of valid keys, and the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has
+    the offset and then the rows of that name, -1 where there is none, by `WHICH`.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)
@@ -61,6 +61,7 @@ def edges_of(inputs: SparseInputs, block_size: int) -> Edges:
         _visible_kernel[(most, batch)](
             q_edges, kv_edges, most_seen, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
+    most_seen = most_of_prompt(most_seen, inputs.end, inputs.prompt_len, block_size, inputs.window)
     return Edges(q_edges, kv_edges, representative, most_seen)
 
 

@@ -63,6 +63,8 @@ def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefi
         selector = scope.selectors.get(module)
         if selector is None:
             selector = scope.selectors[module] = _local_selector(settings.selector(layer), module, num_heads)
+        if scope.prompt_len is not None:
+            inputs = inputs.with_fields(prompt_len=scope.prompt_len)
         return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer = -1 if index is None else index
@@ -116,7 +118,7 @@ class PrefillCall(NamedTuple):
         inputs, settings = self.inputs, self.settings
         special = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
         shapes = [(x.shape, x.dtype, x.device) for x in (inputs.query, inputs.key, inputs.value) if x is not None]
-        numbers = (inputs.scale, inputs.softcap, inputs.window, inputs.sinks is None, inputs.needs_grad)
+        numbers = (inputs.scale, inputs.softcap, inputs.window, inputs.prompt_len, inputs.sinks is None, inputs.needs_grad)
         kind = (id(settings), special, self.sequence, *shapes, *numbers)
         plans = {} if self.plans is None else self.plans
         if kind not in plans:
@@ -133,7 +135,7 @@ class PrefillCall(NamedTuple):
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, of the sequences of a pack in the batch rows one after the other."""
-        batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs)
+        batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs.with_fields(prompt_len=None))
         calls = [
             self._replace(inputs=segment.of(whole), tokens=segment.kv_len, sequence=number)
             for number, segment in enumerate(segments)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
+from flexmask.base.checks import check_prompt_len, plain_number
 from flexmask.integrations.huggingface.call import PrefillCall
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
@@ -92,6 +93,9 @@ class sparse_prefill(ContextDecorator):
         Keep statistics (default True) and the BlockMask (default False) of every prefill call until the run is dropped.
     max_calls
         Latest prefill calls per layer to keep; ``run.summary()`` counts earlier ones too. Default 512; None for no limit.
+    prompt_len
+        Tokens of the prompts, padding included, if they come in chunks, as in `flexmask.sparse_attention`. Default None: each
+        chunk selects as if the prompt ended with it.
     options
         The method's, as ``gamma=0.9``, and the fields of `PrefillSettings`. They go one by one over those that `register`
         got, and both over what `configure` had written into the model's config when the block is entered, else over the defaults.
@@ -140,8 +144,11 @@ class sparse_prefill(ContextDecorator):
         collect_stats: bool = True,
         collect_masks: bool = False,
         max_calls: int | None = MAX_CALLS,
+        prompt_len: int | None = None,
         **options: Any,
     ) -> None:
+        self._prompt_len = plain_number(prompt_len)
+        check_prompt_len(self._prompt_len)
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
@@ -149,13 +156,14 @@ class sparse_prefill(ContextDecorator):
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:
-            raise error.with_names("collect_stats", "collect_masks", "max_calls") from None
+            raise error.with_names("collect_stats", "collect_masks", "max_calls", "prompt_len") from None
 
     def __enter__(self) -> PrefillRun:
         looked_up = _LOOKED_UP.get()
         leave = None if looked_up is None else looked_up()
         register()
-        scope = Scope(self._model, PrefillRun(model_settings(self._model, **self._options), *self._collects))
+        run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
+        scope = Scope(self._model, run, prompt_len=self._prompt_len)
         if leave is not None and leave.scope is None and leave.context in (None, self):
             leave.scope = scope
             _open(scope)

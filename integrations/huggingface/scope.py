@@ -30,9 +30,12 @@ _PREFIX = f"{NAME}:"
 class Scope:
     """One open `sparse_prefill` block. It is open until it is closed, or until nobody holds it: after an interrupt."""
 
-    def __init__(self, model: PreTrainedModel, run: PrefillRun, probe: Callable[..., Tensor] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, run: PrefillRun, probe: Callable[..., Tensor] | None = None, prompt_len: int | None = None
+    ) -> None:
         self.model, self.run = model, run
         self.probe = probe  # serves every prefill call
+        self.prompt_len = prompt_len  # tokens, of prompts in chunks
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
         # by module, weakly: torch.nn.DataParallel makes new ones in each forward

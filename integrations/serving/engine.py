@@ -69,13 +69,13 @@ class Engine:
     def split(
         self, starts: Sequence[int], seq_lens: Sequence[int] | None, reason: str | None = None,
         is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
-        policy: DensePolicy | None = None,
+        prompt_lens: Sequence[int] = (), policy: DensePolicy | None = None,
     ) -> StepSplit:  # fmt: skip
         """`split_step`; with a reason, which is logged once, all rows run stock."""
         if reason is not None:
             self.counters.warn_once(reason)
             seq_lens = None
-        return split_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested)
+        return split_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested, prompt_lens)
 
     def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
         """Count the tokens of a step, as split or all of them dense; the first sparse layer counts for all."""
@@ -90,7 +90,7 @@ class Engine:
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
         counts, layer = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if counts else ()
-        attended = attend_chunk(layer, query, key, value, sinks, statistics, request.plans, counts)
+        attended = attend_chunk(layer, query, key, value, sinks, statistics, request.plans, counts, request.prompt_len)
         if counts and is_counted:
             self.counters.add_call(role, attended, query.shape[0], key.shape[1], heads=request.gamma is None)
         return attended.out

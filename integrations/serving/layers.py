@@ -97,12 +97,13 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
 
 def attend_chunk(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = (),
-    plans: dict[Any, Plan] | None = None, with_counts: bool = False,
+    plans: dict[Any, Plan] | None = None, with_counts: bool = False, prompt_len: int | None = None,
 ) -> Attended:  # fmt: skip
     """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
-    (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer. The output is (rows, num_heads,
+    (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer; `prompt_len` is that of
+    `flexmask.sparse_attention`. The output is (rows, num_heads,
     v_head_dim).
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
@@ -111,7 +112,7 @@ def attend_chunk(
     plan = None if plans is None else plans.get(kind)
     if plan is None:
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
-        inputs = attention_inputs(*tensors, sinks=sinks, **geometry)
+        inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len, **geometry)
         # the plan of the step has decided about lengths
         plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:

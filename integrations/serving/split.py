@@ -17,6 +17,7 @@ class SparseRequest:
     start: int  # rows of the packed batch
     stop: int
     seq_len: int  # tokens so far, including this chunk
+    prompt_len: int | None = None  # tokens to prefill in all; None: no more
     gamma: float | None = None  # the request's; None: the server's
     # of its attention, by kind of layer (`attend_chunk`)
     plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
@@ -48,11 +49,13 @@ class StepSplit(NamedTuple):
 def split_step(
     query_start_loc: Sequence[int], seq_lens: Sequence[int] | None, policy: DensePolicy,
     is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
+    prompt_lens: Sequence[int] = (),
 ) -> StepSplit:  # fmt: skip
     """Split one step from the requests' first rows, the end of the last, and tokens including this step's.
 
     Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
-    than one row means a prefill. `requested` are the options of the first requests; padding has none.
+    than one row means a prefill. `requested` are the options of the first requests and `prompt_lens` their tokens to prefill;
+    padding has none.
     """
     seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens
     sparse: list[SparseRequest] = []
@@ -65,7 +68,8 @@ def split_step(
         prefills = rows > 1 if is_prefilling is None else is_prefilling[index]
         options = (requested[index] if index < len(requested) else None) or RequestOptions()
         if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
-            sparse.append(SparseRequest(index, start, stop, seq_len, options.gamma))
+            prompt_len = int(prompt_lens[index]) if index < len(prompt_lens) else None
+            sparse.append(SparseRequest(index, start, stop, seq_len, prompt_len, options.gamma))
             sparse_tokens += rows
             continue
         dense_tokens += rows if prefills else 0

@@ -52,7 +52,7 @@ def make_backend(runner: Any) -> Any:
     engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
         return stock
-    follow_requests(engine.requested)
+    follow_requests(engine.requested, engine.prompt_lens)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()

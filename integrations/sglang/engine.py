@@ -86,6 +86,7 @@ class SGLangEngine(Engine):
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
+        self.prompt_lens: dict[str, int] = {}  # tokens to prefill of the requests of a batch, by id
         self.counted: StepSplit | None = None  # of a step that is counted: dummy ones, before the first request, are not
         # it makes the plan of a batch's slots, which stock kernels read
         self._translator = runner.kv_index_translator
@@ -125,8 +126,10 @@ class SGLangEngine(Engine):
         lengths = lengths_of(forward_batch) or ([forward_batch.extend_num_tokens or 0], [0])
         rows, cached = lengths
         reason = None if is_dummy else step_reason(forward_batch)
-        requested = [self.requested.get(name) for name in forward_batch.rids or ()]
-        split = self.split([0, *accumulate(rows)], [*map(add, rows, cached)], reason, requested=requested)
+        names, tokens = forward_batch.rids or (), [*map(add, rows, cached)]
+        requested = [self.requested.get(name) for name in names]
+        prompt_lens = [max(self.prompt_lens.get(name, 0), so_far) for name, so_far in zip(names, tokens, strict=False)]
+        split = self.split([0, *accumulate(rows)], tokens, reason, requested=requested, prompt_lens=prompt_lens)
         self.counted = None if is_dummy else split
         if not split.sparse:
             return None
@@ -188,13 +191,15 @@ def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
     return None
 
 
-def follow_requests(requested: dict[str, RequestOptions]) -> None:
-    """Make SGLang fill `requested`, by request id, with the options of the requests of each batch."""
+def follow_requests(requested: dict[str, RequestOptions], prompt_lens: dict[str, int]) -> None:
+    """Make SGLang fill both, by request id, with the options and the prompts' lengths of the requests of each batch."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def tell(made: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
         requested.clear()
+        prompt_lens.clear()
         for request in batch.reqs or ():
+            prompt_lens[request.rid] = len(request.origin_input_ids)
             options = decoded_options(request.sampling_params.custom_params)
             if options is not None:
                 requested[request.rid] = options

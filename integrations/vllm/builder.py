@@ -94,7 +94,13 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
         seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
         return self.flexmask_engine.split(
-            starts, seq_lens, step_reason(common), is_prefilling, self.flexmask_engine.requested, self._policy
+            starts,
+            seq_lens,
+            step_reason(common),
+            is_prefilling,
+            self.flexmask_engine.requested,
+            self.flexmask_engine.prompt_lens,
+            self._policy,
         )
 
 

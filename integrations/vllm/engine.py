@@ -69,12 +69,16 @@ class VLLMEngine(Engine):
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self.requested: list[RequestOptions | None] = []  # options of the requests of a step, in its order
+        self.prompt_lens: Sequence[int] = ()  # their tokens to prefill
         self._requested: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._in_warm_up = False
         self._prepared = False
 
-    def set_requested(self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str]) -> None:
-        """Note the options of new requests and the order of a step's requests; those that are no longer alive are forgotten."""
+    def set_requested(
+        self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str], prompt_lens: Sequence[int]
+    ) -> None:
+        """Note the options of new requests, and the order and lengths of a step's; those no longer alive are forgotten."""
+        self.prompt_lens = prompt_lens
         known = {**self._requested, **new}
         self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
         self.requested = [self._requested.get(name) for name in order]
@@ -227,17 +231,19 @@ def made_engine(vllm_config: Any) -> VLLMEngine | None:
 
 
 def follow_requests(vllm_config: Any) -> None:
-    """Make vLLM's model runner set `VLLMEngine.requested` before each step; ImportError if it has other functions than these."""
+    """Have vLLM's model runner call `VLLMEngine.set_requested` before each step; ImportError if its interfaces are others."""
     if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu import model_runner
+        from vllm.v1.worker.gpu import input_batch, model_runner
 
-        name = "prepare_inputs"
+        name, lengths = "prepare_inputs", "prefill_len_np"
     else:
+        from vllm.v1.worker import gpu_input_batch as input_batch
         from vllm.v1.worker import gpu_model_runner as model_runner
 
-        name = "_update_states"
+        name, lengths = "_update_states", "num_prompt_tokens"
     runner: Any = model_runner.GPUModelRunner
-    faults = faults_in({"GPUModelRunner": runner}, {f"GPUModelRunner.{name}": ("scheduler_output",)})
+    found = {"GPUModelRunner": runner, "InputBatch": input_batch.InputBatch}
+    faults = faults_in(found, {f"GPUModelRunner.{name}": ("scheduler_output",), "InputBatch": {lengths}})
     if faults:
         raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
 
@@ -248,9 +254,10 @@ def follow_requests(vllm_config: Any) -> None:
             requests = scheduler_output.scheduled_new_reqs
             new = {x.req_id: decoded_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
             if name == "prepare_inputs":
-                engine.set_requested(new, batch.req_ids, runner.req_states.req_id_to_index)
+                step, alive = batch, runner.req_states.req_id_to_index
             else:
-                engine.set_requested(new, runner.input_batch.req_ids, runner.requests)
+                step, alive = runner.input_batch, runner.requests
+            engine.set_requested(new, step.req_ids, alive, getattr(step, lengths))
         return batch
 
     wrap_once(runner, name, prepare)

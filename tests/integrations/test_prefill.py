@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask import flexprefill_mask
+from flexmask import flexprefill_mask, hybrid_mask
 from flexmask.environment import check_transformers
 from flexmask.integrations.huggingface import call
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_model, padded, static_cache
@@ -144,6 +144,55 @@ def test_packed_positions_are_refused_over_a_cache(device, tokens, lengths):
         with pytest.raises(NotImplementedError, match=r"packed sequences \(position_ids"):
             model(tokens, position_ids=packed, attention_mask=torch.ones_like(tokens))
         model(tokens, position_ids=positions)
+
+
+@pytest.mark.attention
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chunks_of_a_named_prompt_select_by_its_length(model, tokens, compiled):
+    """As single calls do: the first of two chunks keeps more, the last what it keeps without."""
+    seen = []
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        seen.append((query, key, scaling))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] == key.shape[2], enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    options = {"gamma": 0.96, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
+    AttentionInterface.register("recording", attention)
+    model.set_attn_implementation("recording")
+    model(tokens[:1, :200])
+    query, key, scale = seen[0]
+    model.set_attn_implementation("sdpa")
+    run_model = torch.compile(model) if compiled else model
+    kept = {}
+    for prompt_len in (None, 400, 4000):
+        cache = DynamicCache(config=model.config)
+        with flexmask_hf.sparse_prefill(model, **options, dense_below=0, prompt_len=prompt_len) as run:
+            for part in tokens[:1, :400].split(200, 1):
+                run_model(part, past_key_values=cache)
+        kept[prompt_len] = [stats.density for stats in run.stats[0]]
+        alone = hybrid_mask(query, key, **options, scale=scale, prompt_len=prompt_len, return_stats=True)[1]
+        assert torch.equal(kept[prompt_len][0], alone.density)
+    assert torch.equal(kept[None][1], kept[400][1]) and (kept[None][0] < kept[400][0]).any()
+    assert (kept[400][1] < kept[4000][1]).any()
+
+
+def test_the_sequences_of_a_pack_are_whole_prompts(model, tokens):
+    bounds = [0, 200, 400]
+    packed = {"position_ids": torch.arange(200).repeat(2)[None], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    densities = []
+    for prompt_len in (None, 4000):
+        options = {"gamma": 0.96, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
+        with flexmask_hf.sparse_prefill(model, **options, dense_below=0, prompt_len=prompt_len) as run:
+            model(tokens[:1, :400], use_cache=False, **packed)
+        densities.append(torch.stack([stats.density for stats in run.stats[0]]))
+    assert torch.equal(*densities) and densities[0].shape[0] == 2
+
+
+@pytest.mark.parametrize(("wrong", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_the_length_of_prompts_is_checked(model, wrong, error):
+    with pytest.raises(error, match="prompt_len must be"):
+        flexmask_hf.sparse_prefill(model, prompt_len=wrong)
 
 
 @pytest.mark.attention

@@ -57,7 +57,8 @@ def code():
 def in_chunks(model, parts, gamma):
     """Logits and densities of the last layer, chunk by chunk, and the next token."""
     cache = DynamicCache(config=model.config)
-    with sparse_prefill(model, gamma=gamma, **BY_ROWS) as run:
+    prompt_len = sum(part.shape[1] for part in parts)
+    with sparse_prefill(model, gamma=gamma, prompt_len=prompt_len, **BY_ROWS) as run:
         logits = [model(part, past_key_values=cache).logits for part in parts]
     following = logits[-1][:, -1:].argmax(-1)
     after = model(following, past_key_values=cache).logits

@@ -34,6 +34,11 @@ def problems(q_len=90, heads=2, sharpness=5.0, padded=True, **scores):
 def test_the_most_blocks_seen(scores, padded):
     of_plain, of_kernels = problems(padded=padded, **scores)
     assert torch.equal(of_kernels.edges.most.long(), of_plain.blocks_seen().amax(-1).expand(3))
+    for tokens in (1, 111, 300):
+        one, other = problems(padded=padded, prompt_len=tokens, **scores)
+        assert torch.equal(other.most_blocks().long(), one.most_blocks().expand(3))
+    # the window's blocks are all in this chunk
+    assert torch.equal(other.most_blocks()[:2], of_kernels.edges.most[:2]) == ("window" in scores)
 
 
 # float32 has no such number below 1

@@ -28,11 +28,11 @@ class Rule(NamedTuple):
 
 def hybrid_selection(
     head: AttentionHead, seen: Visibility, *, gamma: float, min_budget: int, row_stride: int = 8, min_coverage: float = 0.0,
-    last_rows_dense: bool = False, rule: Rule,
+    last_rows_dense: bool = False, prompt_len: int | None = None, rule: Rule,
 ) -> ReferenceResult:  # fmt: skip
     """Decide one head."""
     # 1 - gamma of what each of as many equal blocks gets as the query block with most sees
-    share = (1 - gamma) / max(len(seen.blocks_of(r)) for r in range(seen.num_q_blocks))
+    share = (1 - gamma) / most_blocks(seen, prompt_len)
     last_rows = steps.representative_rows("last", seen)
     attention = steps.representative_attention(head, last_rows, seen)
 
@@ -62,6 +62,21 @@ def hybrid_selection(
     decided += [relative(float(evidence[r, j]), rule.rows * share) for r, j in seen.visible_blocks] + doubts
     margin = min(decided, default=math.inf) if gamma < 1 else math.inf
     return mask._replace(vertical=largest, margin=margin, num_vertical_blocks=len(key_blocks), **coverages)
+
+
+def most_blocks(seen: Visibility, prompt_len: int | None) -> int:
+    """Key blocks of the query block that sees most, in the call and in the rest of the prompt behind its last row."""
+    most = max(len(seen.blocks_of(r)) for r in range(seen.num_q_blocks))
+    if prompt_len is None:
+        return most
+    end, size = seen.offset + len(seen.pairs), seen.block_size
+    behind = sum(first >= end for first in range(0, prompt_len, size))
+    if seen.window is None:
+        return most + behind
+    # those that the window of some row of a block reaches, far from the prompt's beginning
+    start = 2 * size * seen.window
+    reached = {key // size for key in range(start - seen.window + 1, start + size)}
+    return max(most, min(most + behind, len(reached)))
 
 
 def blocks_of_rows(evidence: dict[int, float], least: float, min_coverage: float, rule: Rule) -> tuple[set[int], float]:

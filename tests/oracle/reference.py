@@ -27,13 +27,15 @@ SELECTIONS: dict[str, Callable[..., ReferenceResult]] = {
 def reference(
     query: Tensor, key: Tensor, method: str = "flexprefill", *, block_size: int = 128, scale: float | None = None,
     softcap: float | None = None, window: int | None = None, attention_mask: Tensor | None = None,
-    q_offset: int | Tensor | None = None, **options: Any,
+    q_offset: int | Tensor | None = None, prompt_len: int | None = None, **options: Any,
 ) -> ReferenceResult:  # fmt: skip
     """Decide the block mask of every head, in float64. Takes the arguments of the mask functions, which are not checked."""
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1:3]
     gamma = options.pop("gamma")
     gammas = [float(gamma)] * num_heads if isinstance(gamma, (int, float)) else [float(share) for share in gamma]
+    if method == "hybrid":
+        options["prompt_len"] = prompt_len
     select = functools.partial(SELECTIONS[method], **options)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
 

@@ -25,6 +25,7 @@ class Visibility(NamedTuple):
     full_blocks: list[Block]  # blocks whose existing pairs are all visible
     position_blocks: list[list[int]]  # for each query block, floor(position / B) of its rows
     num_kv_blocks: int
+    window: int | None = None
 
     @property
     def num_q_blocks(self) -> int:
@@ -87,5 +88,5 @@ def visibility(q_len: int, offset: int, is_token: Tensor, window: int | None, bl
                 full_blocks.append((r, j))
     valid_rows = [row for row in range(q_len) if is_token[offset + row]]
     return Visibility(
-        block_size, offset, valid_rows, valid_keys, pairs, visible_blocks, full_blocks, position_blocks, num_kv_blocks
+        block_size, offset, valid_rows, valid_keys, pairs, visible_blocks, full_blocks, position_blocks, num_kv_blocks, window
     )

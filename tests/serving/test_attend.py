@@ -62,6 +62,16 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
 
 @pytest.mark.attention
 @pytest.mark.usefixtures("without_kernel")
+def test_a_chunk_selects_by_the_length_of_its_prompt():
+    layer, given = layer_of(**OPTIONS), chunk(150)
+    found = [attend_chunk(layer, *given, statistics=("density",), prompt_len=tokens).stats for tokens in (None, 420, 4200)]
+    expected = by_the_core(*given, dense_below=0, prompt_len=4200, **OPTIONS)[1]
+    assert torch.equal(found[2].density, expected.density)
+    assert torch.equal(found[0].density, found[1].density) and (found[1].density < expected.density).all()
+
+
+@pytest.mark.attention
+@pytest.mark.usefixtures("without_kernel")
 def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
     layers = [layer_of(**OPTIONS), layer_of(**OPTIONS), layer_of(**{**OPTIONS, "gamma": 0.5})]
     made, plans = [], {}

@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,17 @@ from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import LEAST_ROWS, RequestOptions, read_options
 from flexmask.integrations.serving.split import SparseRequest, StockSpan, split_step
 from flexmask.integrations.serving.startup import roles_line
+
+
+def test_sparse_requests_have_their_prompt_s_length():
+    lengths = np.array([900, 300, 5], dtype=np.int32)
+    plan = split_step([0, 300, 600, 900], [600, 300, 300], DensePolicy(256, 64), None, (), lengths)
+    assert [each.prompt_len for each in plan.sparse] == [900, 300, 5] and type(plan.sparse[0].prompt_len) is int
+    # padding has none
+    assert [each.prompt_len for each in split_step([0, 300, 600], [600, 300], DensePolicy(256, 64), None, (), [7]).sparse] == [
+        7,
+        None,
+    ]
 
 
 def test_a_request_s_own_gamma_and_dense_attention_are_planned():

@@ -38,7 +38,7 @@ def log_probabilities(model, tokens, chunk, options, least_rows):
     tokens = torch.tensor([tokens], device=model.device)
     for part in tokens.split(chunk, 1):
         is_sparse = options is not None and part.shape[1] >= least_rows
-        with sparse_prefill(model, **options) if is_sparse else nullcontext():
+        with sparse_prefill(model, **options, prompt_len=tokens.shape[1]) if is_sparse else nullcontext():
             logits.append(model(input_ids=part, past_key_values=cache).logits[0])
         forget(cache, windows)
     # as vLLM takes them

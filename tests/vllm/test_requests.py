@@ -65,7 +65,8 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
 
     def prepare(self, scheduler_output, *rest):
         alive = dict.fromkeys(scheduler_output.order)
-        self.requests, self.input_batch = alive, SimpleNamespace(req_ids=list(alive))
+        lengths = {"prefill_len_np" if is_v2 else "num_prompt_tokens": list(range(7, 7 + len(alive)))}
+        self.requests, self.input_batch = alive, SimpleNamespace(req_ids=list(alive), **lengths)
         self.req_states = SimpleNamespace(req_id_to_index=alive)
         return self.input_batch
 
@@ -82,6 +83,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     half, dense = RequestOptions(gamma=0.5), RequestOptions(dense=True)
     assert step({"a": {"flexmask_gamma": 0.5}, "b": None, "c": {"flexmask_dense": 1}}, "bac") == [None, half, dense]
     assert step({}, "ca") == [dense, half]
+    assert engine.prompt_lens == [7, 8]
     # a name that is used again after its request has ended
     assert step({"a": None}, "ac") == [None, dense]
     assert step({"c": None, "d": {"flexmask_dense": 1}}, "cd") == [None, dense]
