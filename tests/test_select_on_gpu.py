@@ -6,9 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from flexmask import hybrid_mask
 from tests.attention_calls import flexprefill_attention
 from tests.cases import Case, Config, cases, lower_thresholds, sparse_cases, structured_inputs
 from tests.comparisons import Drawn, assert_as_the_oracle, assert_equal_lists, assert_same_blocks, assert_well_formed
+from tests.compile_support import assert_same_lists
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +100,19 @@ def test_maps_of_every_size_keep_what_plain_steps_keep(cuda, tokens, options):
     assert found.stats.is_query_aware.any() and 0.01 < plain.keep.float().mean() < 0.5
     # rounding may decide a block at the boundary
     assert (found.keep.cpu() != plain.keep).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("window", [None, 700])
+def test_a_compiled_chunk_selects_by_the_length_of_its_prompt(cuda, window):
+    query, key = (x.to(cuda) for x in structured_inputs(torch.Generator().manual_seed(5), 1, 4, 2, 320, 640, 32, sharpness=5.0))
+    options = {"gamma": 0.95, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False, "window": window}
+    compiled = torch.compile(hybrid_mask, fullgraph=True)
+    kept = []
+    for prompt_len in (None, 640, 1280, 6400):
+        expected = hybrid_mask(query, key, **options, prompt_len=prompt_len)
+        assert_same_lists(compiled(query, key, **options, prompt_len=prompt_len), expected)
+        kept.append(int((expected.kv_num_blocks + expected.full_kv_num_blocks).sum()))
+    assert kept[0] == kept[1] < kept[2] <= kept[3]
 
 
 def poison():

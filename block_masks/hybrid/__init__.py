@@ -36,8 +36,8 @@ class _Steps(Protocol):
 class Hybrid(Method):
     """Hybrid selection: each query block keeps what its own rows attend to, and key blocks of the last rows.
 
-    Source: none, it is ours (`docs/hybrid.md`). With N the most key blocks that a query block of the batch row sees in this call,
-    and ``e = (1 - gamma)/N``, a head keeps in query block r
+    Source: none, it is ours (`docs/hybrid.md`). With N the most key blocks that a query block of the batch row sees, in this call
+    or with `prompt_len` in the whole prompt, and ``e = (1 - gamma)/N``, a head keeps in query block r
 
     - each key block j with ``R[r, j] >= 32 e``: R is the root mean square, over every `row_stride`-th row of r from its first on,
       padding left out, of the row's softmax attention to the means of visible key blocks, weighted by their number of keys;
