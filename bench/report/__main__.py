@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from bench.report import (
+    ablations,
     answers,
     fidelity,
     first_page,
@@ -29,6 +30,7 @@ from bench.report.rows import FOLDER
 ROOT = Path(__file__).parents[2]
 FILLED = (
     "README.md",
+    "docs/hybrid.md",
     "docs/options.md",
     "docs/performance.md",
     "docs/serving.md",
@@ -47,6 +49,7 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     **first_token.TABLES,
     **trained.TABLES,
     **answers.TABLES,
+    **ablations.TABLES,
     **first_page.TABLES,
     **gamma.TABLES,
     **greedy.TABLES,
