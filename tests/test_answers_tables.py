@@ -69,12 +69,14 @@ def test_the_report_compares_each_setting_on_its_own_prompts_and_says_how_many(r
         *(result("records", i, "hybrid 0.9", -1.0, True) for i in range(2)),
     ])  # fmt: skip
     # in the order of the tasks; dense answers three of json's four prompts, one of the two that xattention has
-    hybrid, other = "-50.0 [-100.0, +0.0]; -0.50 ± 0.00; 25.0%; 4", "-50.0 [-100.0, +0.0]; -2.00 ± 0.00; 25.0%; 2"
-    none = ["`records`", "100.0", "+0.0 [+0.0, +0.0]; +0.00 ± 0.00; 25.0%; 2"]
-    assert read() == [none, ["`json`", "75.0", hybrid]]
-    # columns in the order asked for
-    assert read(chosen=("xattention 0.8", "hybrid 0.9"))[1:] == [["`json`", "75.0", other, hybrid]]
-    one = ["`json`", "50.0", "-50.0 [-100.0, +0.0]; -1.50 ± 0.00; 25.0%; 2"]
+    hybrid, other = ["-50.0 [-100.0, +0.0]", "-0.50 ± 0.00", "25.0%", "4"], ["-50.0 [-100.0, +0.0]", "-2.00 ± 0.00", "25.0%", "2"]
+    # a setting alone has a column for each figure
+    assert read() == [["`records`", "100.0", "+0.0 [+0.0, +0.0]", "+0.00 ± 0.00", "25.0%", "2"], ["`json`", "75.0", *hybrid]]
+    # of several a column each, in the order asked for
+    both = ("xattention 0.8", "hybrid 0.9")
+    assert read(chosen=both)[1:] == [["`json`", "75.0", "; ".join(other), "; ".join(hybrid)]]
+    assert read(chosen=both, figures=("points",))[1:] == [["`json`", "75.0", other[0], hybrid[0]]]
+    one = ["`json`", "50.0", "-50.0 [-100.0, +0.0]", "-1.50 ± 0.00", "25.0%", "2"]
     assert read(against="hybrid 0.9", chosen=("xattention 0.8",)) == [one]
 
 
