@@ -22,7 +22,7 @@ _STEPS = 64  # lengths tried for the number of heads per mask
 def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:
     """The line at start-up."""
     if not roles:
-        return f"flexmask runs dense: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
+        return f"flexmask runs stock: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
     sparse = [role for role in roles if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
@@ -32,7 +32,8 @@ def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, ke
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons = Counter(role for role in roles if isinstance(role, str))
     if reasons:
-        line += f" Dense: {'; '.join(f'{number} layers ({reason})' for reason, number in reasons.items())}."
+        counted = (f"{number} layer{'s' if number > 1 else ''} ({reason})" for reason, number in reasons.items())
+        line += f" Stock: {'; '.join(counted)}."
     return line
 
 

@@ -101,7 +101,7 @@ def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
     engine = SGLangEngine(served.runner, ServingOptions(SPARSE, "torch_native"))
     engine.prepare((512, 512), torch.device("cpu"), torch.float32)
     assert not engine.sparse_layers
-    assert "flexmask runs dense: no attention layers found in this model; torch_native serves it." in caplog.text
+    assert "flexmask runs stock: no attention layers found in this model; torch_native serves it." in caplog.text
 
 
 def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():
