@@ -15,7 +15,7 @@ from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
     from flexmask.environment import Problem
-    from flexmask.integrations.huggingface.layer_plan import PlannedLayer
+    from flexmask.integrations.huggingface.layer_forecast import LayerForecast
     from flexmask.settings import Named as NamedSettings
 
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def doctor(
     common: Common,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Also show the plan of each layer of this model.", show_default=False)
+        str | None, typer.Argument(metavar="MODEL", help="Also forecast each layer of this model.", show_default=False)
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Prompt length to plan the layers for.")] = 32768,
+    tokens: Annotated[int, typer.Option(min=2, help="Prompt length to forecast the layers for.")] = 32768,
     whole: Annotated[
         bool | None,
         typer.Option(
@@ -39,7 +39,7 @@ def doctor(
 
     Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
     its mask, and masks with those of a CPU. With --self-test it also times attention, and prints all of it to paste into an
-    issue. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With a MODEL it also shows the plan of each
+    issue. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With a MODEL it also forecasts each
     layer (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
@@ -68,11 +68,11 @@ def doctor(
     if config is not None:
         about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
         with common.errors():
-            plan = _planned(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
+            forecasts = _forecasts(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
         about["tokenizer"] = tokenizer_problem(str(model), config)
-        document["model"], document["layers"] = about, [layer._asdict() for layer in plan]
-        _show_layers(output, about, plan)
-        bad = bad or about["refused"] is not None or any(layer.plan == "refused" for layer in plan)
+        document["model"], document["layers"] = about, [layer._asdict() for layer in forecasts]
+        _show_layers(output, about, forecasts)
+        bad = bad or about["refused"] is not None or any(layer.outcome == "refused" for layer in forecasts)
     if whole:
         document |= _timed(output, where)
     document["ok"] = not bad
@@ -162,17 +162,17 @@ def _for_an_issue(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _planned(
+def _forecasts(
     config: Any, named: NamedSettings | None, arguments: dict[str, Any], about: dict[str, Any]
-) -> Sequence[PlannedLayer]:
-    """The plan of each layer; `about` gets the reason if the model as a whole is refused or unknown."""
+) -> Sequence[LayerForecast]:
+    """What each layer would do; `about` gets the reason if the model as a whole is refused or unknown."""
     about["refused"] = about["unknown"] = None
     try:
-        from flexmask.integrations.huggingface.layer_plan import layer_plan
+        from flexmask.integrations.huggingface.layer_forecast import layer_forecast
         from flexmask.integrations.huggingface.model_config import settings_for
 
         settings = settings_for(config.get_text_config(), named)
-        return layer_plan(config, settings=settings, **arguments)
+        return layer_forecast(config, settings=settings, **arguments)
     except (ImportError, NotImplementedError) as error:
         about["refused"] = str(error)
     except RuntimeError as error:
@@ -192,7 +192,7 @@ def _show_machine(output: Output, document: dict[str, Any]) -> None:
     output.line("", *(known or ["No known problem of this combination."]))
 
 
-def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLayer]) -> None:
+def _show_layers(output: Output, model: dict[str, Any], forecasts: Sequence[LayerForecast]) -> None:
     output.line()
     if model["refused"] is not None:
         output.line(f"{model['path']} ({model['type']}) is refused: {model['refused']}")
@@ -200,14 +200,14 @@ def _show_layers(output: Output, model: dict[str, Any], plan: Sequence[PlannedLa
         output.line(f"{model['unknown']}; run a short prompt under flexmask.sparse_prefill(model, dense_below=0) to see")
     if model["tokenizer"] is not None:
         output.line(f"warning: {model['tokenizer']}")
-    if not plan:
+    if not forecasts:
         return
     rows = []
     # consecutive layers that differ in their number only
-    for same, group in groupby(plan, key=lambda layer: layer[1:]):
+    for same, group in groupby(forecasts, key=lambda layer: layer._replace(layer=0)):
         layers = [layer.layer for layer in group]
         name = str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-        plan_, reason, heads, kv_heads, head_dim, window, backend = same
-        rows.append([name, plan_, heads, kv_heads, head_dim, window, backend, reason])
+        sizes = [same.heads, same.kv_heads, same.head_dim, same.window]
+        rows.append([name, same.outcome, *sizes, same.backend, same.reason])
     columns = ["layers", "prefill", "heads", "KV heads", "head_dim", "window", "backend", "why"]
     output.table(columns, rows, f"{model['path']} ({model['type']}), a prompt of {model['tokens']:,} tokens")

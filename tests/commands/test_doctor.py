@@ -144,10 +144,10 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
     assert "against float64" not in flexmask("doctor", "--device", "cpu", "--skip-self-test").stdout
 
 
-def test_layers_are_planned_from_the_config(flexmask, config):
+def test_layers_are_forecast_from_the_config(flexmask, config):
     words = ("doctor", "--skip-self-test", config, "--device", "cpu", "--option", "dense_layers=[1]")
     found = flexmask(*words, "--json").json
-    assert [each["plan"] for each in found["layers"]] == ["sparse", "dense", "sparse"]
+    assert [each["outcome"] for each in found["layers"]] == ["sparse", "dense", "sparse"]
     assert [each["reason"] for each in found["layers"]] == ["", "in dense_layers", ""]
     assert (found["layers"][0]["heads"], found["layers"][0]["kv_heads"]) == (4, 2)
     short = flexmask(*words, "--tokens", 500, "--json").json

@@ -186,7 +186,7 @@ def test_options_go_over_those_saved_in_the_model(flexmask, path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"flexmask_config": saved}))
     words = ("doctor", path, "--skip-self-test", "--device", "cpu", "--tokens", "512", "--json")
-    assert [each["plan"] for each in flexmask(*words, "--gamma", ".5").json["layers"]] == ["dense", "sparse"]
+    assert [each["outcome"] for each in flexmask(*words, "--gamma", ".5").json["layers"]] == ["dense", "sparse"]
     # an option of the saved method
     assert flexmask(*words, "--option", "tau=0.1").json["ok"]
     assert flexmask(*words, "--method", "hybrid").json["ok"]

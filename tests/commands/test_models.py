@@ -39,8 +39,8 @@ def test_a_broken_model_is_one_line(flexmask, folder, prompt, tmp_path):
 def test_a_settings_file_holds_gammas_by_layer_and_head(flexmask, folder, tmp_path):
     path = tmp_path / "settings.json"
     path.write_text('{"layers": {"0": {"gamma": [0.5, 0.9, 1, 1]}, "1": {"gamma": [1, 1, 1, 1]}}}')
-    plan = flexmask("doctor", folder, "--skip-self-test", "--settings", path, "--device", "cpu", "--json").json
-    assert [each["plan"] for each in plan["layers"]] == ["sparse", "dense"]
+    report = flexmask("doctor", folder, "--skip-self-test", "--settings", path, "--device", "cpu", "--json").json
+    assert [each["outcome"] for each in report["layers"]] == ["sparse", "dense"]
 
 
 SPARSE = ("--dense-below", 0, "--option", "block_size=32")

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPTJConfig, OPTConfig, Pre
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.compat import input_device, learned_positions, text_config
-from flexmask.integrations.huggingface.layer_plan import layer_plan
+from flexmask.integrations.huggingface.layer_forecast import layer_forecast
 from flexmask.integrations.inspect import inspect_prefill
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import make_model
@@ -77,11 +77,11 @@ def test_options_per_head_fit_the_heads_of_each_layer(make, heads, tmp_path):
                 use(model, **wrong)
 
 
-def test_a_plan_takes_options_of_the_heads_of_each_layer():
+def test_a_forecast_takes_options_of_the_heads_of_each_layer():
     config, layers = laguna().config, {1: {"gamma": [0.5] * 6}, 2: {"gamma": [0.5] * 2}}
-    assert [each.heads for each in layer_plan(config, gamma=[0.5] * 4, layers=layers)] == [4, 6, 2]
+    assert [each.heads for each in layer_forecast(config, gamma=[0.5] * 4, layers=layers)] == [4, 6, 2]
     with pytest.raises(ValueError, match=r"layer 1: gamma must hold .* 6 heads; got 4"):
-        layer_plan(config, gamma=[0.5] * 4)
+        layer_forecast(config, gamma=[0.5] * 4)
 
 
 def phi4():
@@ -174,13 +174,13 @@ def test_learned_positions_are_counted():
     assert learned_positions(phi4()) is None  # an encoder's positions are its own
 
 
-def test_a_plan_beyond_learned_positions_refuses_every_layer():
+def test_a_forecast_beyond_learned_positions_refuses_every_layer():
     config = GPT2Config(vocab_size=96, n_positions=1024, n_embd=32, n_layer=2, n_head=2)
-    plan = layer_plan(config, tokens=1025)
-    assert [(each.plan, each.reason) for each in plan] == [
+    forecasts = layer_forecast(config, tokens=1025)
+    assert [(each.outcome, each.reason) for each in forecasts] == [
         ("refused", "1,025 tokens exceed the 1,024 positions that the model has learned")
     ] * 2
-    assert {each.plan for each in layer_plan(config, tokens=1024, dense_below=0)} == {"sparse"}
+    assert {each.outcome for each in layer_forecast(config, tokens=1024, dense_below=0)} == {"sparse"}
 
 
 def test_embeddings_may_have_several_hooks():

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import METHODS
-from flexmask.integrations.huggingface.layer_plan import layer_plan
+from flexmask.integrations.huggingface.layer_forecast import layer_forecast
 from flexmask.integrations.huggingface.model_config import saved_in, settings_for
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import SPARSE, is_untouched
@@ -141,14 +141,14 @@ def test_settings_of_the_process_go_over_those_of_the_config_and_under_named_one
 
 
 def test_keywords_override_what_is_saved_one_by_one(model):
-    """In a block, in an inspection, in a plan: only the named keywords change."""
+    """In a block, in an inspection, in a forecast: only the named keywords change."""
     saved = flexmask_hf.configure(model, **SPARSE, dense_layers=[0], layers={1: {"tau": 0.3}})
     expected = saved.with_fields(gamma=0.5)
     with flexmask_hf.sparse_prefill(model, gamma=0.5) as run:
         assert run.settings == expected
         with flexmask_hf.sparse_prefill(model, min_budget=64) as inner:  # not those of the open block
             assert inner.settings == saved.with_fields(min_budget=64)
-    assert [each.plan for each in layer_plan(model.config, gamma=0.5)] == ["dense", "sparse"]
+    assert [each.outcome for each in layer_forecast(model.config, gamma=0.5)] == ["dense", "sparse"]
     with flexmask_hf.sparse_prefill(model, settings=PrefillSettings(gamma=0.5)) as run:
         assert run.settings == PrefillSettings(gamma=0.5)
     assert flexmask_hf.configure(model, gamma=0.5) == PrefillSettings(gamma=0.5)
@@ -164,7 +164,7 @@ def test_a_named_option_holds_for_all_layers_and_a_named_method_alone(model):
     for named, settings in expected.values():
         with flexmask_hf.sparse_prefill(model, **named) as run:
             assert run.settings == settings
-        assert len(layer_plan(model.config, **named)) == 2
+        assert len(layer_forecast(model.config, **named)) == 2
 
 
 def test_settings_print_as_they_are_written():

@@ -27,16 +27,18 @@ from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
-_NAME = "flexmask_layer_plan"
+_NAME = "flexmask_layer_forecast"
 _READ = 256  # tokens, enough for models that add a key per some of them
 
 
-class PlannedLayer(NamedTuple):
-    """The plan of one layer."""
+class LayerForecast(NamedTuple):
+    """What a prompt would do in one layer."""
 
     layer: int
-    plan: str  # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
-    reason: str  # for another plan than sparse
+    outcome: (
+        str  # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
+    )
+    reason: str  # for another outcome than sparse
     # None without an attention call
     heads: int | None = None
     kv_heads: int | None = None
@@ -45,7 +47,7 @@ class PlannedLayer(NamedTuple):
     backend: str = ""
 
 
-def layer_plan(
+def layer_forecast(
     config: Any,
     method: str | Callable[..., BlockMask] | None = None,
     settings: PrefillSettings | str | Path | None = None,
@@ -54,7 +56,7 @@ def layer_plan(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     **options: Any,
-) -> list[PlannedLayer]:
+) -> list[LayerForecast]:
     """Predict for every layer of a model whether a prompt would run sparse, dense or not at all, and why.
 
     `config` is as from ``AutoConfig.from_pretrained``; `method`, `settings` and `options` are as in `sparse_prefill`, by default
@@ -72,7 +74,7 @@ def layer_plan(
     --------
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2)
-    >>> [(layer.plan, layer.head_dim) for layer in layer_plan(config, dense_layers=(0,))]
+    >>> [(layer.outcome, layer.head_dim) for layer in layer_forecast(config, dense_layers=(0,))]
     [('dense', 128), ('sparse', 128)]
     """
     device = torch.device(device)
@@ -89,34 +91,34 @@ def layer_plan(
     longest = learned_positions(model)
     if longest is not None and tokens > longest:
         beyond = f"{tokens:,} tokens exceed the {longest:,} positions that the model has learned"
-        return [PlannedLayer(layer, REFUSED, beyond) for layer in range(number)]
-    planner, error = _Planner(tokens, torch.zeros((), device=device, dtype=dtype)), None
-    planned = planner.layers
+        return [LayerForecast(layer, REFUSED, beyond) for layer in range(number)]
+    forecaster, error = _Forecaster(tokens, torch.zeros((), device=device, dtype=dtype)), None
+    forecasts = forecaster.layers
     # most models need only shapes with a mask, some others without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
-        planned.clear()
-        error = _follow(model, run, planner, arguments)
-        if error is None or len(planned) == number or _is_refusal(error):
+        forecasts.clear()
+        error = _follow(model, run, forecaster, arguments)
+        if error is None or len(forecasts) == number or _is_refusal(error):
             break
-    if error is not None and len(planned) < number:
+    if error is not None and len(forecasts) < number:
         line = one_line(error)
         if not _is_refusal(error):
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
         # the model's code reads more of the mask than it holds
-        planned |= {layer: PlannedLayer(layer, REFUSED, line) for layer in range(number) if layer not in planned}
+        forecasts |= {layer: LayerForecast(layer, REFUSED, line) for layer in range(number) if layer not in forecasts}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     for layer in range(number):
         what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
-        planned.setdefault(layer, PlannedLayer(layer, UNREACHED, what))
-    return [planned[layer] for layer in sorted(planned)]
+        forecasts.setdefault(layer, LayerForecast(layer, UNREACHED, what))
+    return [forecasts[layer] for layer in sorted(forecasts)]
 
 
-class _Planner:
+class _Forecaster:
     """Probe of a scope that notes what every layer's call would do at full length."""
 
     def __init__(self, tokens: int, stand_in: Tensor) -> None:
         self.tokens, self.stand_in = tokens, stand_in
-        self.layers: dict[int, PlannedLayer] = {}
+        self.layers: dict[int, LayerForecast] = {}
         self._plans: Plans = {}
 
     def __call__(self, call: PrefillCall) -> Tensor:
@@ -124,7 +126,7 @@ class _Planner:
         assert value is not None
         reason, backend = plan.reason, "" if plan.reason else plan.backend.name
         sizes = (query.shape[1], key.shape[1], query.shape[3], call.inputs.window)
-        self.layers[call.layer] = PlannedLayer(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
+        self.layers[call.layer] = LayerForecast(call.layer, DENSE if reason else SPARSE, reason or "", *sizes, backend)
         return torch.empty((*query.shape[:3], value.shape[3]), device="meta", dtype=query.dtype)
 
 
@@ -133,32 +135,32 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Run the adapter's attention on stand-ins; a refusal is noted, and the forward goes on."""
     scope = scope_of(module)
-    assert scope is not None and isinstance(scope.probe, _Planner)
-    planner, mask = scope.probe, attention_mask
+    assert scope is not None and isinstance(scope.probe, _Forecaster)
+    forecaster, mask = scope.probe, attention_mask
     shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
     if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
-        tokens = planner.tokens
+        tokens = forecaster.tokens
         shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]
         mask = PrefillMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
-    given = [planner.stand_in.expand(shape) for shape in shapes]
+    given = [forecaster.stand_in.expand(shape) for shape in shapes]
     if isinstance(arguments.get("s_aux"), Tensor):
-        arguments["s_aux"] = planner.stand_in.expand(arguments["s_aux"].shape)
+        arguments["s_aux"] = forecaster.stand_in.expand(arguments["s_aux"].shape)
     try:
         attention(module, given[0], given[1], given[2], mask, **arguments)
     except (NotImplementedError, ValueError) as error:
         layer = scope.layer_of(module)
-        planner.layers[layer] = PlannedLayer(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
+        forecaster.layers[layer] = LayerForecast(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
     return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
 
 
-def _follow(model: PreTrainedModel, run: PrefillRun, planner: _Planner, arguments: dict[str, Any]) -> Exception | None:
+def _follow(model: PreTrainedModel, run: PrefillRun, forecaster: _Forecaster, arguments: dict[str, Any]) -> Exception | None:
     """Run the forward on the meta device; return what it raised."""
     # functions without state, which stay
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, _mask_without_padding)
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:
-        with opened(model, run, planner) as scope, torch.no_grad():
+        with opened(model, run, forecaster) as scope, torch.no_grad():
             scope.config._attn_implementation_internal = _NAME
             try:
                 model(input_ids=ids, **arguments)

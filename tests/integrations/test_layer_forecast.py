@@ -1,10 +1,10 @@
-"""`layer_plan` says what the adapter does, before anything is loaded."""
+"""`layer_forecast` says what the adapter does, before anything is loaded."""
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
-from flexmask.integrations.huggingface.layer_plan import PlannedLayer, layer_plan
+from flexmask.integrations.huggingface.layer_forecast import LayerForecast, layer_forecast
 from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
@@ -30,48 +30,48 @@ def ran(model, tokens, settings):
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.available])
-def test_the_plan_is_what_happens(name):
+def test_the_forecast_is_what_happens(name):
     model = FAMILIES[name].make()
     try:
         expected = ran(model, 300, KEPT)
     except ValueError as error:  # it cannot change its attention in this release
         expected = str(error)
     try:
-        plan = layer_plan(model.config, settings=KEPT, tokens=300)
+        forecasts = layer_forecast(model.config, settings=KEPT, tokens=300)
     except NotImplementedError as error:
-        plan = [PlannedLayer(0, "refused", str(error))]
-    found = {each.layer: each.reason for each in plan if each.plan in ("sparse", "dense")}
-    refused = {each.reason for each in plan if each.plan == "refused"}
+        forecasts = [LayerForecast(0, "refused", str(error))]
+    found = {each.layer: each.reason for each in forecasts if each.outcome in ("sparse", "dense")}
+    refused = {each.reason for each in forecasts if each.outcome == "refused"}
     assert (refused == {expected}) if isinstance(expected, str) else (found == expected and not refused)
 
 
 def test_sizes_windows_and_lengths():
-    plan = layer_plan(LlamaConfig(num_hidden_layers=2, num_key_value_heads=8), tokens=20000)
-    assert plan[1] == (1, "sparse", "", 32, 8, 128, None, "cpu")
-    assert layer_plan(LlamaConfig(num_hidden_layers=2), tokens=2000)[0].reason == "2000 tokens < dense_below 16384"
+    forecasts = layer_forecast(LlamaConfig(num_hidden_layers=2, num_key_value_heads=8), tokens=20000)
+    assert forecasts[1] == (1, "sparse", "", 32, 8, 128, None, "cpu")
+    assert layer_forecast(LlamaConfig(num_hidden_layers=2), tokens=2000)[0].reason == "2000 tokens < dense_below 16384"
     saved = LlamaConfig(num_hidden_layers=2, flexmask_config={"dense_layers": [1]})
     before = saved._attn_implementation, saved.to_dict()
-    assert [each.plan for each in layer_plan(saved)] == ["sparse", "dense"]
+    assert [each.outcome for each in layer_forecast(saved)] == ["sparse", "dense"]
     assert (saved._attn_implementation, saved.to_dict()) == before
 
 
-def test_what_cannot_be_planned_says_why():
+def test_what_cannot_be_forecast_says_why():
     with pytest.raises(ValueError, match="config must be one that AutoModelForCausalLM makes a model of; got T5Config"):
-        layer_plan(T5Config())
+        layer_forecast(T5Config())
     # the BERT of release 4 has attention of its own
     with pytest.raises(NotImplementedError, match=r"an encoder|must go through transformers' attention interface"):
-        layer_plan(BertConfig(num_hidden_layers=1), tokens=128)
+        layer_forecast(BertConfig(num_hidden_layers=1), tokens=128)
     with pytest.raises(ValueError, match="dense_layers must hold layer indices below 1"):
-        layer_plan(LlamaConfig(num_hidden_layers=1), dense_layers=(4,))
+        layer_forecast(LlamaConfig(num_hidden_layers=1), dense_layers=(4,))
     AutoModelForCausalLM.register(NeedsNumbersConfig, NeedsNumbers, exist_ok=True)
     with pytest.raises(RuntimeError, match="cannot follow NeedsNumbers without weights: "):
-        layer_plan(NeedsNumbersConfig(num_hidden_layers=2))
+        layer_forecast(NeedsNumbersConfig(num_hidden_layers=2))
 
 
-@pytest.mark.parametrize(("window", "plan"), [(149, "dense"), (150, "sparse"), (151, "sparse")])
-def test_a_window_as_long_as_dense_below_is_sparse(window, plan):
+@pytest.mark.parametrize(("window", "outcome"), [(149, "dense"), (150, "sparse"), (151, "sparse")])
+def test_a_window_as_long_as_dense_below_is_sparse(window, outcome):
     config = FAMILIES["Mistral"].make(sliding_window=window).config
-    assert {each.plan for each in layer_plan(config, settings=KEPT, tokens=300)} == {plan}
+    assert {each.outcome for each in layer_forecast(config, settings=KEPT, tokens=300)} == {outcome}
 
 
 class NeedsNumbersConfig(LlamaConfig):
