@@ -113,7 +113,7 @@ def attend_chunk(
     if plan is None:
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
         inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len, **geometry)
-        # the plan of the step has decided about lengths
+        # the split of the step has decided about lengths
         plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:
             plan = plan.without_tensors().repeating()

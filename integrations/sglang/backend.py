@@ -80,7 +80,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Plan the step, and make the metadata of all rows for layers that run stock."""
+        """Split the step, and make the metadata of all rows for layers that run stock."""
         super().init_forward_metadata(forward_batch)
         step = self.flexmask_engine.step(forward_batch)
         if step is not None and step.stock_batch is not None:

@@ -116,7 +116,7 @@ class SGLangEngine(Engine):
                 ) from error
 
     def step(self, forward_batch: Any) -> Step | None:
-        """Plan one step; None: all of it runs stock."""
+        """Split one step; None: all of it runs stock."""
         is_dummy, self.counted = forward_batch.rids is None, None
         if not is_dummy:
             self._held = None

@@ -1,4 +1,4 @@
-"""vLLM's backends with sparse prefill, each made at its first look-up by name: `builder` plans a step, `impl` runs it."""
+"""vLLM's backends with sparse prefill, each made at its first look-up by name: `builder` splits a step, `impl` runs it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...]
         "supports_batch_invariance": classmethod(lambda cls: False),
         # long chunks attend to the step's own keys
         "supports_kv_cache_update_bypass": False,
-        # the host's lengths plan steps
+        # the host's lengths split steps
         "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
     }
     return type(name, (stock,), {**namespace, "__qualname__": name, **overrides})

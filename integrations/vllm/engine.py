@@ -148,7 +148,7 @@ class VLLMEngine(Engine):
         builder = layer.attn_backend.get_builder_cls()
         if not isinstance(layer, self.calling_layers()):
             self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
-        # vLLM derives a builder for chunked local attention (Llama 4), which plans nothing
+        # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
             self.roles[name] = "its backend shows layers other requests"
         layer.impl.flexmask_settle(name)

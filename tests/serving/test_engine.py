@@ -33,11 +33,11 @@ class Plain(Engine):
         ]
         self.cache |= {name: both for (name, *_), both in zip(chunks, after, strict=True)}
         starts = [0, *accumulate(len(each[1]) for each in chunks)]
-        plan = self.split(starts, [len(key) for key, _ in after], requested=requested)
+        split = self.split(starts, [len(key) for key, _ in after], requested=requested)
         outputs = [rows_attention(each[1], *both, SHAPE.scale) for each, both in zip(chunks, after, strict=True)]
         role = self.roles[0]
-        self.count_step(role, plan, is_sparse=True)
-        for request in plan.sparse:
+        self.count_step(role, split, is_sparse=True)
+        for request in split.sparse:
             _, query, *own = chunks[request.batch_index]
             cached = (None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
             keys, values = (after_cached(*parts) for parts in zip(cached, own, strict=True))
@@ -89,16 +89,16 @@ def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
     ours.counters.warn_once("nobody listens yet")
     ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
     for reason in ("a step is odd", "it is even", "a step is odd"):
-        plan = ours.split([0, 300], [300], reason)
-        assert (plan.sparse, plan.dense_tokens) == ((), 300)
+        split = ours.split([0, 300], [300], reason)
+        assert (split.sparse, split.dense_tokens) == ((), 300)
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("a step is odd", "it is even")]
 
 
 def test_the_first_sparse_layer_counts_for_all():
     ours = Plain(num_layers=3, dense_below=0, dense_layers=[0])
-    plan = ours.split([0, 300], [300])
+    split = ours.split([0, 300], [300])
     for role in ours.sparse_layers:
-        ours.count_step(role, plan, is_sparse=True)
+        ours.count_step(role, split, is_sparse=True)
     assert (ours.counters.steps, ours.counters.sparse_tokens) == (1, 300)
 
 

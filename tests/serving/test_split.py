@@ -1,4 +1,4 @@
-"""The plan of a step: every row in exactly one place."""
+"""The split of a step: every row in exactly one place."""
 
 from itertools import accumulate
 
@@ -16,8 +16,8 @@ from flexmask.integrations.serving.startup import roles_line
 
 def test_sparse_requests_have_their_prompt_s_length():
     lengths = np.array([900, 300, 5], dtype=np.int32)
-    plan = split_step([0, 300, 600, 900], [600, 300, 300], DensePolicy(256, 64), None, (), lengths)
-    assert [each.prompt_len for each in plan.sparse] == [900, 300, 5] and type(plan.sparse[0].prompt_len) is int
+    split = split_step([0, 300, 600, 900], [600, 300, 300], DensePolicy(256, 64), None, (), lengths)
+    assert [each.prompt_len for each in split.sparse] == [900, 300, 5] and type(split.sparse[0].prompt_len) is int
     # padding has none
     assert [each.prompt_len for each in split_step([0, 300, 600], [600, 300], DensePolicy(256, 64), None, (), [7]).sparse] == [
         7,
@@ -25,20 +25,20 @@ def test_sparse_requests_have_their_prompt_s_length():
     ]
 
 
-def test_a_request_s_own_gamma_and_dense_attention_are_planned():
+def test_a_request_s_own_gamma_and_dense_attention_decide_the_split():
     chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
     # the last two decode
-    plan = split_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
-    assert [(each.batch_index, each.gamma) for each in plan.sparse] == [(0, None), (1, 0.5), (3, None)]
-    assert plan.stock == (StockSpan(2, 3, 600, 900), StockSpan(4, 6, 1200, 1202))
-    assert (plan.sparse_tokens, plan.dense_tokens) == (900, 300)
+    split = split_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
+    assert [(each.batch_index, each.gamma) for each in split.sparse] == [(0, None), (1, 0.5), (3, None)]
+    assert split.stock == (StockSpan(2, 3, 600, 900), StockSpan(4, 6, 1200, 1202))
+    assert (split.sparse_tokens, split.dense_tokens) == (900, 300)
 
 
 @pytest.mark.parametrize("seq_lens", [None, [0, 0], [99, 0]])
 def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
     """At dense_below=0 too; a sparse request would have a negative number of cached tokens."""
-    plan = split_step([0, 100, 164], seq_lens, DensePolicy(0, 16))
-    assert (plan.sparse, plan.stock, plan.dense_tokens) == ((), (StockSpan(0, 2, 0, 164),), 164)
+    split = split_step([0, 100, 164], seq_lens, DensePolicy(0, 16))
+    assert (split.sparse, split.stock, split.dense_tokens) == ((), (StockSpan(0, 2, 0, 164),), 164)
     # first chunks
     assert [each.cached_len for each in split_step([0, 100, 164], [100, 64], DensePolicy(0, 16)).sparse] == [0, 0]
 
@@ -59,20 +59,22 @@ def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, le
 def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     rows, context, prefilling = zip(*requests, strict=True)
     starts, lengths = [0, *accumulate(rows)], list(map(sum, zip(rows, context, strict=True)))
-    plan = split_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
+    split = split_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
     runs = zip(starts, starts[1:], lengths, prefilling, strict=False)
     expected = [
         SparseRequest(index, start, stop, length)
         for index, (start, stop, length, is_prefill) in enumerate(runs)
         if is_prefill and stop - start >= least_rows and length >= dense_below
     ]
-    assert list(plan.sparse) == expected
-    assert plan.sparse_tokens == sum(each.stop - each.start for each in expected)
-    covered = sorted((each.start, each.stop) for each in (*plan.sparse, *plan.stock))
+    assert list(split.sparse) == expected
+    assert split.sparse_tokens == sum(each.stop - each.start for each in expected)
+    covered = sorted((each.start, each.stop) for each in (*split.sparse, *split.stock))
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]
-    for span in plan.stock:
+    for span in split.stock:
         assert (span.start, span.stop) == (starts[span.first], starts[span.last])
         # vLLM's splitting needs it
         assert rows[span.first] > 0 < rows[span.last - 1]
-    assert plan.sparse_tokens + plan.dense_tokens == sum(n for n, is_prefill in zip(rows, prefilling, strict=True) if is_prefill)
+    assert split.sparse_tokens + split.dense_tokens == sum(
+        n for n, is_prefill in zip(rows, prefilling, strict=True) if is_prefill
+    )

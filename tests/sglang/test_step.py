@@ -1,4 +1,4 @@
-"""The plan of one step of SGLang's own ForwardBatch, and the batch that stays stock."""
+"""The split of one step of SGLang's own ForwardBatch, and the batch that stays stock."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def served():
 
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode.name not in PROMPTS], ids=lambda mode: mode.name)
-def test_other_steps_have_no_plan(mode, served):
+def test_other_steps_have_no_split(mode, served):
     served.engine.step(served.batch(CHUNKS, ForwardMode.MIXED))
     assert served.engine.counted.sparse
     served.engine.step(served.batch(CHUNKS, mode))
@@ -37,8 +37,8 @@ def test_other_steps_have_no_plan(mode, served):
 def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason, served):
     batch = served.batch(CHUNKS, ForwardMode.MIXED, **{name: value})
     assert served.engine.step(batch) is None
-    plan = served.engine.counted
-    assert (plan.sparse, plan.sparse_tokens, plan.dense_tokens) == ((), 0, dense_tokens)
+    split = served.engine.counted
+    assert (split.sparse, split.sparse_tokens, split.dense_tokens) == ((), 0, dense_tokens)
     assert step_reason(batch) == reason
 
 
