@@ -77,7 +77,7 @@ def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
     return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
 
 
-_PLAN: Any = field(default=None, metadata={"plan": stand_in_plan})
+_PLAN: Any = field(default=None, metadata={"default_by_heads": stand_in_plan})
 
 
 @method

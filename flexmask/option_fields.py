@@ -48,7 +48,7 @@ def read_fields(cls: type[Any]) -> None:
     cls.defaults = {each.name: each.default for each in options}
     cls.floats = tuple(name for name, alternatives in kinds.items() if float in alternatives)
     cls.by_head = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
-    cls.pairs = {each.name: each.metadata.get("plan") for each in options if PairsByHead in kinds[each.name]}
+    cls.pairs = {each.name: each.metadata.get("default_by_heads") for each in options if PairsByHead in kinds[each.name]}
     cls.checks = {each.name: each.metadata["check"] for each in options if "check" in each.metadata}
 
 

@@ -56,7 +56,7 @@ class Method:
     A subclass is a dataclass too. Its fields are the options, `count`, `share` and `word` check them, and their types say how
     `select` finds them: float and ByHead as numbers for kernels, for plain steps as tensors in `widest_float`, 0-d and
     (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2) tensors; others as they are, compile-time constants. A
-    field of pairs may name in its metadata, as ``"plan"``, the function of num_heads that replaces None.
+    field of pairs may name in its metadata, as ``"default_by_heads"``, the function of num_heads that replaces None.
     `flexmask.method.mask_function` enters the class into `METHODS` and sets what depends on its fields.
     """
 
@@ -160,9 +160,9 @@ class Method:
     def for_heads(self: _Method, query: Tensor) -> _Method:
         """The same with numbers by head compared with the heads of `query`, of which no value is read."""
         filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.by_head}, query.shape[1]
-        for name, made in self.pairs.items():
+        for name, default in self.pairs.items():
             pairs = getattr(self, name)
-            filled[name] = pairs_by_head(name, made(num_heads) if made is not None and pairs is None else pairs, num_heads)
+            filled[name] = pairs_by_head(name, default(num_heads) if default is not None and pairs is None else pairs, num_heads)
         return self.with_options(**filled)
 
     def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
