@@ -31,7 +31,7 @@ class GroupPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The geometry, options, backend and groups of heads of attention calls; no layer's numbers. From `flexmask.plan`.
+    """The geometry, call options, backend and groups of heads of attention calls; no layer's numbers. From `flexmask.plan`.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Plan:
     """
 
     inputs: AttentionInputs  # the geometry, checked
-    options: CallOptions
+    call_options: CallOptions
     reason: str | None
     backend: Backend
     return_lse: bool = False
@@ -159,14 +159,14 @@ class Plan:
         # torch traces no direct call
         if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
             return self.backend
-        named, size, part = self.options.backend, selection.block_size, inputs.of_heads(group)
+        named, size, part = self.call_options.backend, selection.block_size, inputs.of_heads(group)
         return chosen_backend(named, part, size, self.return_lse, shared=shared, lists_only=not has_mask_mod)
 
 
 def plan_call(
     inputs: AttentionInputs,
     selector: FittedMethod,
-    options: CallOptions,
+    call_options: CallOptions,
     return_lse: bool = False,
     *,
     layer: int | None = None,
@@ -177,7 +177,7 @@ def plan_call(
     All of it with few tokens or rows, unless `at_any_length`; a model's `layer` that the policy names; where every head keeps
     every block. Else key heads that keep all.
     """
-    policy, num_heads, num_kv_heads = options.policy, inputs.query.shape[1], inputs.key.shape[1]
+    policy, num_heads, num_kv_heads = call_options.policy, inputs.query.shape[1], inputs.key.shape[1]
     per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all(num_heads)
     is_causal = has_causal_kernel(inputs)
     fits = policy.dense_below > 0 and not return_lse and is_causal
@@ -186,48 +186,53 @@ def plan_call(
         reason = policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_all)
         if reason is not None and not is_causal:
             causal = METHODS["causal"].checked(selector.block_size, {}).for_inputs(inputs)
-            return _in_groups(inputs, causal, options, reason, return_lse, (False,) * num_kv_heads)
+            return _in_groups(inputs, causal, call_options, reason, return_lse, (False,) * num_kv_heads)
     if reason is None and fits:
         reason = policy.by_selection(keeps_all)
     if reason is not None:
-        return dense_plan(inputs, selector.block_size, options, reason, return_lse, lists_only=not selector.is_users)
+        return dense_plan(inputs, selector.block_size, call_options, reason, return_lse, lists_only=not selector.is_users)
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if not fits or inputs.needs_grad or is_traced():
-        return _in_groups(inputs, selector, options, None, return_lse, (False,) * num_kv_heads)
+        return _in_groups(inputs, selector, call_options, None, return_lse, (False,) * num_kv_heads)
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
     reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.is_users
     dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
     most_kept = CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
-    return _in_groups(inputs, selector, options, None, return_lse, dense, most_kept)
+    return _in_groups(inputs, selector, call_options, None, return_lse, dense, most_kept)
 
 
 def dense_plan(
-    inputs: AttentionInputs, block_size: int, options: CallOptions, reason: str, return_lse: bool = False, lists_only: bool = True
+    inputs: AttentionInputs,
+    block_size: int,
+    call_options: CallOptions,
+    reason: str,
+    return_lse: bool = False,
+    lists_only: bool = True,
 ) -> Plan:
     """A plan of dense attention; a named backend that cannot run is refused at every length."""
-    backend = chosen_backend(options.backend, inputs, block_size, return_lse, is_dense=True, lists_only=lists_only)
-    return Plan(inputs, options, reason, backend, return_lse)
+    backend = chosen_backend(call_options.backend, inputs, block_size, return_lse, is_dense=True, lists_only=lists_only)
+    return Plan(inputs, call_options, reason, backend, return_lse)
 
 
 def _in_groups(
     inputs: AttentionInputs,
     selector: FittedMethod,
-    options: CallOptions,
+    call_options: CallOptions,
     reason: str | None,
     return_lse: bool,
     dense: tuple[bool, ...],
     most_kept: float | None = None,
 ) -> Plan:
-    groups = selector.groups(inputs, options.max_mask_bytes)
+    groups = selector.groups(inputs, call_options.max_mask_bytes)
     # a group may have fewer query heads per key head
     of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(options.backend, of_group, selector.block_size, return_lse, lists_only=not selector.is_users)
+    backend = chosen_backend(call_options.backend, of_group, selector.block_size, return_lse, lists_only=not selector.is_users)
     whole = inputs.with_offset()
     # a slice of rows writes out float32 numbers, and as much again
-    most_numbers = min(MOST_NUMBERS, options.max_mask_bytes // 8)
+    most_numbers = min(MOST_NUMBERS, call_options.max_mask_bytes // 8)
     plans: list[GroupPlan] = []
     for group in groups:
         like = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
         prepared = prepare_selection(selector.of_heads(group.query), whole.of_heads(group), like, most_numbers)
         plans.append(GroupPlan(group, prepared, dense[group.key]))
-    return Plan(inputs, options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())
+    return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())

@@ -127,11 +127,11 @@ class PrefillCall(NamedTuple):
         return plans[kind][0]
 
     def _new_plan(self) -> Plan:
-        options, size = self.settings.call_options, self.selector.block_size
+        call_options, size = self.settings.call_options, self.selector.block_size
         reason = self.reason_no_mask()
         if reason is not None:
-            return dense_plan(self.inputs, size, options, reason)
-        return plan_call(self.inputs, self.selector.for_inputs(self.inputs), options, layer=self.layer)
+            return dense_plan(self.inputs, size, call_options, reason)
+        return plan_call(self.inputs, self.selector.for_inputs(self.inputs), call_options, layer=self.layer)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, of the sequences of a pack in the batch rows one after the other."""
