@@ -33,8 +33,8 @@ MOST_NUMBERS = 2**27
 class PreparedSelection(NamedTuple):
     """The part of a selection that no layer's numbers change."""
 
-    fitted: FittedMethod
-    taken: Method  # the same with options as its steps take them (`as_taken`)
+    selector: FittedMethod
+    selector_for_steps: Method  # the same with options as its steps take them (`with_device_numbers`)
     by_kernels: bool
     rows: int | None = None  # of a slice, for a method in slices of rows
     # the geometry, for kernels and for plain steps; None: computed with the selection
@@ -52,27 +52,27 @@ def prepare_selection(
         if is_traced() and by_kernels:
             return PreparedSelection(selector, selector, True)
         # a launch takes numbers as they are
-        method = as_taken(selector, query, keep_numbers=by_kernels)
+        for_steps = with_device_numbers(selector, query, keep_numbers=by_kernels)
         if by_kernels:
             edges = None if like is None else like.edges
-            return PreparedSelection(selector, method, True, edges=edges or _edges(inputs, size))
+            return PreparedSelection(selector, for_steps, True, edges=edges or _edges(inputs, size))
         numbers = selector.row_numbers(inputs.key.shape[2])
         if numbers:
             rows = max(1, most_numbers // (query.shape[0] * query.shape[1] * numbers * size)) * size
             if rows < query.shape[2]:
-                return PreparedSelection(selector, method, False, rows)
+                return PreparedSelection(selector, for_steps, False, rows)
         cut = None if like is None else like.cut
         # compiled steps compute the geometry in one graph with the rest
         if cut is None and runs_uncompiled(query) and not is_traced():
             cut = cut_into_blocks(inputs, size, plain).cut
-        return PreparedSelection(selector, method, False, cut=cut)
+        return PreparedSelection(selector, for_steps, False, cut=cut)
 
 
 def select_blocks(
     prepared: PreparedSelection, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
 ) -> Selection:
     """Choose the blocks of every head, outside of autograd and autocast."""
-    selector, query = prepared.fitted, inputs.query
+    selector, query = prepared.selector, inputs.query
     with torch.no_grad(), without_autocast(query.device):
         if prepared.by_kernels:
             result = (_as_one_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
@@ -85,23 +85,23 @@ def select_blocks(
         return result.with_fields(keep=result.keep if with_map else None, title=title)
 
 
-def as_taken(method: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
-    """The method with numbers as tensors in `widest_float`, so that another value is not another compilation.
+def with_device_numbers(selector: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
+    """The selector with numbers as tensors in `widest_float`, so that another value is not another compilation.
 
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
-    options, taken = method.options, {}
-    floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
-    for name in (*floats, *method.pairs, *method.by_head):
+    options, tensors = selector.options, {}
+    floats = [] if keep_numbers else [name for name in selector.floats if options[name] is not None and options[name] != 0]
+    for name in (*floats, *selector.pairs, *selector.by_head):
         value = options[name]
         if keep_numbers and isinstance(value, float):
             continue
         if not isinstance(value, Tensor):
-            value = _written(query.device, value, (query.shape[1],) if name in method.by_head else ())
+            value = _written(query.device, value, (query.shape[1],) if name in selector.by_head else ())
         if query.is_cuda and not keep_numbers and not is_traced():
             keep_static(value)
-        taken[name] = value
-    return method.with_options(**taken)
+        tensors[name] = value
+    return selector.with_options(**tensors)
 
 
 def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
@@ -117,7 +117,7 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
 
 def repeating(prepared: PreparedSelection) -> PreparedSelection:
     """The same, of whose selections by kernels the first is noted and others repeat its launches."""
-    return prepared._replace(repeats=Repeats()) if prepared.by_kernels and prepared.taken.only_launches else prepared
+    return prepared._replace(repeats=Repeats()) if prepared.by_kernels and prepared.selector_for_steps.only_launches else prepared
 
 
 def _edges(inputs: SparseInputs, block_size: int) -> Edges:
@@ -127,14 +127,14 @@ def _edges(inputs: SparseInputs, block_size: int) -> Edges:
 
 def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """Run a method by kernels."""
-    size = prepared.taken.block_size
+    size = prepared.selector_for_steps.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     with on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
         problem = BlockProblem(inputs, size, kernels, wants_map, edges)
         if prepared.repeats is None or wants_map or statistics:
-            return result_of(problem, prepared.taken, statistics)
-        lists = prepared.repeats.lists(inputs, lambda: result_of(problem, prepared.taken, ()).lists)
+            return result_of(problem, prepared.selector_for_steps, statistics)
+        lists = prepared.repeats.lists(inputs, lambda: result_of(problem, prepared.selector_for_steps, ()).lists)
         return Selection(lists, None, {}, size)
 
 
@@ -142,13 +142,13 @@ def run_plain(
     prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None
 ) -> Selection:
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
-    method, size = prepared.taken, prepared.taken.block_size
+    selector, size = prepared.selector_for_steps, prepared.selector_for_steps.block_size
     if prepared.cut is not None:
-        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
-    if method.is_users:
-        return plain_result(inputs, size, method, statistics, end)
-    fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
-    return run_compiled(plain_result, (method.name, fixed, statistics), inputs, size, method, statistics, end)
+        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), selector, statistics)
+    if selector.is_users:
+        return plain_result(inputs, size, selector, statistics, end)
+    fixed = tuple([(name, value) for name, value in selector.options.items() if not isinstance(value, Tensor)])
+    return run_compiled(plain_result, (selector.name, fixed, statistics), inputs, size, selector, statistics, end)
 
 
 def _in_slices(prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
@@ -164,7 +164,7 @@ def _in_slices(prepared: PreparedSelection, inputs: SparseInputs, statistics: tu
         assert keep is not None
         maps.append(keep)
     # lists and statistics of the whole map
-    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.taken.block_size)
+    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.selector_for_steps.block_size)
     return run_compiled(plain_result, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
 
 
@@ -179,17 +179,17 @@ class MapOfSlices(Method):
 
 
 def plain_result(
-    inputs: SparseInputs, block_size: int, method: Method, statistics: tuple[str, ...], end: Tensor | None
+    inputs: SparseInputs, block_size: int, selector: Method, statistics: tuple[str, ...], end: Tensor | None
 ) -> Selection:
     """As torch compiles it."""
-    return result_of(cut_into_blocks(inputs, block_size, plain, end), method, statistics)
+    return result_of(cut_into_blocks(inputs, block_size, plain, end), selector, statistics)
 
 
-def result_of(problem: BlockProblem, method: Method, statistics: tuple[str, ...]) -> Selection:
+def result_of(problem: BlockProblem, selector: Method, statistics: tuple[str, ...]) -> Selection:
     """Run a method, and compute the wanted statistics."""
-    choice = method.select(problem)
+    choice = selector.select(problem)
     if not isinstance(choice, Choice):
-        _check_map(choice, f"method {method.name} must give", problem)
+        _check_map(choice, f"method {selector.name} must give", problem)
         choice = from_map(problem, choice)
     return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
 
@@ -222,10 +222,10 @@ def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
 
 def _as_one_operator(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """A selection by kernels as an operator, apart from the graph of flex_attention (docs/design.md)."""
-    selector = prepared.fitted
+    selector = prepared.selector
     # a plan that was made before the compilation has numbers
-    taken = as_taken(selector, inputs.query, keep_numbers=False)
-    given = {name: value for name, value in taken.options.items() if value is not None}
+    for_steps = with_device_numbers(selector, inputs.query, keep_numbers=False)
+    given = {name: value for name, value in for_steps.options.items() if value is not None}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     words = {name: value for name, value in given.items() if isinstance(value, str)}
     # floats that stayed numbers are 0

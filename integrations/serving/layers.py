@@ -54,11 +54,11 @@ class SparseLayer(LayerShape):
     @property
     def variant(self) -> tuple[Any, ...]:
         """Everything that kernels are compiled for; options that are numbers on the device are not."""
-        method, options = self.selector, self.selector.options
-        numbers = {*method.by_head, *method.pairs, *(name for name in method.floats if options[name])}
+        selector, options = self.selector, self.selector.options
+        numbers = {*selector.by_head, *selector.pairs, *(name for name in selector.floats if options[name])}
         fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
         shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, method.name, method.block_size, fixed)
+        return (*shape, selector.name, selector.block_size, fixed)
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:

@@ -40,11 +40,11 @@ def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, ke
 def _method(layers: Iterable[SparseLayer]) -> str:
     """As in "hybrid, gamma 0.9, min_budget 1024": options that may differ by head, and others unlike the defaults."""
     selectors = [layer.selector for layer in layers]
-    method = selectors[0]
-    parts = [method.name]
-    for name, default in method.defaults.items():
-        values = [selector.options[name] for selector in selectors]
-        if name in method.by_head:
+    selector = selectors[0]
+    parts = [selector.name]
+    for name, default in selector.defaults.items():
+        values = [each.options[name] for each in selectors]
+        if name in selector.by_head:
             shares = [float(share) for value in values for share in (value if isinstance(value, tuple) else (value,))]
             low, high = min(shares), max(shares)
             parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")

@@ -169,14 +169,14 @@ def test_a_method_that_does_more_than_launch_is_not_repeated(more, mode, monkeyp
     layers = layers_of(Config(**HYBRID), {}, (40, 97))
     with by_kernels(), mode():
         prepared, selected = prepared_for(layers[0])
-        select = type(prepared.taken).select
+        select = type(prepared.selector_for_steps).select
 
         def and_more(self, problem):
             choice = select(self, problem)
             more(choice.lists, problem.inputs.query)
             return choice
 
-        monkeypatch.setattr(type(prepared.taken), "select", and_more)
+        monkeypatch.setattr(type(prepared.selector_for_steps), "select", and_more)
         for case in layers:
             selected(case)
     assert prepared.repeats._noted is None

@@ -225,7 +225,7 @@ def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
     selector = Config(**EVERYTHING, method=method).selector
     with by_kernels():
         prepared = select.prepare_selection(selector.for_inputs(inputs), inputs)
-        assert isinstance(prepared.taken.gamma, float) and 0 < prepared.taken.gamma < 1
+        assert isinstance(prepared.selector_for_steps.gamma, float) and 0 < prepared.selector_for_steps.gamma < 1
         found = select._as_one_operator(prepared, inputs, False, ())
         expected = select.select_blocks(prepared, inputs)
     assert all(map(torch.equal, found.lists, expected.lists))
