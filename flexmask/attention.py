@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.base.checks import check_bool, check_shape
 from flexmask.base.inputs import attention_inputs
-from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
+from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
 from flexmask.plans import Plan, plan_call
 from flexmask.selector import selector_of
@@ -69,7 +69,7 @@ def sparse_attention(
     dense_below: int | None = None,
     return_lse: bool = False,
     return_stats: bool = False,
-    max_mask_bytes: int = MAX_MASK_BYTES,
+    max_mask_bytes: int = DEFAULT_MASK_BYTES,
     **options: Any,
 ) -> Any:
     """Causal attention over the blocks that a method keeps, the same compiled kernel for all methods.
@@ -189,7 +189,7 @@ def plan(
     backend: str = "auto",
     dense_below: int | None = None,
     return_lse: bool = False,
-    max_mask_bytes: int = MAX_MASK_BYTES,
+    max_mask_bytes: int = DEFAULT_MASK_BYTES,
     **options: Any,
 ) -> Plan:
     """Check and plan once what the layers of a forward pass have in common; ``plan.run(query, key, value)`` serves each.

@@ -8,7 +8,7 @@ from flexmask.base.checks import check_int, check_word, plain_number
 from flexmask.dense_policy import DENSE_BELOW, DensePolicy
 from flexmask.flex.backend import BACKENDS
 
-MAX_MASK_BYTES = 2**30
+DEFAULT_MASK_BYTES = 2**30
 
 
 class CallOptions(NamedTuple):
@@ -16,7 +16,7 @@ class CallOptions(NamedTuple):
 
     backend: str = "auto"
     policy: DensePolicy = DensePolicy()
-    max_mask_bytes: int = MAX_MASK_BYTES
+    max_mask_bytes: int = DEFAULT_MASK_BYTES
 
 
 def checked_call_options(backend: str, dense_below: int | None, max_mask_bytes: int) -> CallOptions:

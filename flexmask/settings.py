@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
-from flexmask.call_options import MAX_MASK_BYTES, CallOptions, checked_call_options
+from flexmask.call_options import DEFAULT_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.json_settings import json_data, keywords_of
 from flexmask.layer_heads import heads_by_layer
 from flexmask.selector import Method, UnknownOption, selector_of
@@ -71,7 +71,7 @@ class PrefillSettings:
         block_size: int = 128,
         dense_below: int | None = None,
         backend: str = "auto",
-        max_mask_bytes: int = MAX_MASK_BYTES,
+        max_mask_bytes: int = DEFAULT_MASK_BYTES,
         layers: Mapping[int, Mapping[str, Any]] = {},  # copied
         dense_layers: Any = (),
         **options: Any,

@@ -13,7 +13,7 @@ from flexmask.attend import Attended
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_bool, check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
-from flexmask.call_options import MAX_MASK_BYTES, checked_call_options
+from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
@@ -79,7 +79,7 @@ def sparse_attention_varlen(
     dense_below: int | None = None,
     return_lse: bool = False,
     return_stats: bool = False,
-    max_mask_bytes: int = MAX_MASK_BYTES,
+    max_mask_bytes: int = DEFAULT_MASK_BYTES,
     **options: Any,
 ) -> Any:
     """Causal attention of packed sequences to themselves: each gets the result of its own `sparse_attention`.

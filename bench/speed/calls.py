@@ -15,7 +15,7 @@ from bench.speed import random_blocks as random_blocks  # registers the method
 from bench.speed.clock import Call
 from flexmask import block_masks, sparse_attention
 from flexmask.base.inputs import attention_inputs
-from flexmask.call_options import MAX_MASK_BYTES
+from flexmask.call_options import DEFAULT_MASK_BYTES
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
@@ -77,7 +77,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     inputs = attention_inputs(*tensors).for_attention()
     selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
-    for group in selector.groups(inputs, MAX_MASK_BYTES):
+    for group in selector.groups(inputs, DEFAULT_MASK_BYTES):
         part = inputs.of_heads(group)
         lists = select_blocks(prepare_selection(selector.of_heads(group.query), part), part).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
