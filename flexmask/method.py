@@ -24,7 +24,7 @@ from flexmask.selector import METHODS
 from flexmask.selector import Method as Method
 from flexmask.stats import STATISTICS, SelectionStats, stats_of
 
-MOST_MASK_BYTES = 16 * 2**30
+_LARGEST_MASK_BYTES = 16 * 2**30
 
 
 class MaskFunction(Protocol):
@@ -66,12 +66,12 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     TypeError
         For options of a method with kernels that no operator passes inside ``torch.compile``.
     """
-    cls.name, made = name, f"{name}_mask"
+    cls.name, function_name = name, f"{name}_mask"
     read_fields(cls)
     other = METHODS.get(name)
     # a module may be imported again
     if other is not None and _qualified_name(other) != _qualified_name(cls):
-        raise ValueError(f"{made} must have another name: method {name!r} is that of {_qualified_name(other)}")
+        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {_qualified_name(other)}")
     options = [each for each in fields(cls) if each.name in cls.defaults]
     positional = [each.name for each in options if not each.kw_only]
 
@@ -90,10 +90,10 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         **options: Any,
     ) -> Any:
         if len(by_position) > len(positional):
-            raise TypeError(f"{made} takes {len(positional)} options by position; got {len(by_position)}")
+            raise TypeError(f"{function_name} takes {len(positional)} options by position; got {len(by_position)}")
         for option, value in zip(positional[: len(by_position)], by_position, strict=True):
             if option in options:
-                raise TypeError(f"{made} got {option} twice, by position and by name")
+                raise TypeError(f"{function_name} got {option} twice, by position and by name")
             options[option] = value
         inputs = attention_inputs(
             query,
@@ -107,9 +107,9 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         ).with_offset()
         selector = cls.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * selector.head_bytes(inputs)
-        if needed > MOST_MASK_BYTES:
+        if needed > _LARGEST_MASK_BYTES:
             raise ValueError(
-                f"query and key need a mask of at most {MOST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
+                f"query and key must need a mask of at most {_LARGEST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
                 f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
             )
         prepared = prepare_selection(selector, inputs)
@@ -127,8 +127,8 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     function.__signature__ = inspect.Signature(
         [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
     )
-    function.__name__, function.__module__, function.__doc__ = made, cls.__module__, cls.__doc__
-    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + made
+    function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
+    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
     function.method = METHODS[name] = cls
     return cast(MaskFunction, generate)
 
