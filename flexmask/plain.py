@@ -150,7 +150,7 @@ def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, 
 class RepresentativeMass(NamedTuple):
     rows: RepresentativeRows
     attention: Tensor  # (batch, num_heads, block_size, kv_len) float32
-    mass: LineMass  # by key block (V) and by block diagonal (S)
+    lines: LineMass  # by key block (V) and by block diagonal (S)
 
 
 def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
@@ -164,7 +164,7 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     """True attention of the representative rows that the kept blocks of their query blocks hold, (batch, num_heads) float32."""
     rows = mass.rows
     q_block = (rows.row // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
-    in_kept = torch.where(keep.gather(2, q_block), mass.mass.by_row, 0.0).sum((-2, -1))
+    in_kept = torch.where(keep.gather(2, q_block), mass.lines.by_row, 0.0).sum((-2, -1))
     return in_kept / rows.valid.sum(-1).clamp(min=1)[:, None]
 
 

@@ -143,8 +143,8 @@ def with_argument(name, change):
 
 
 def mean_of_rows(right, problem, last, *rest):
-    rows = last.mass.by_row
-    return right(problem, last._replace(mass=last.mass._replace(by_row=rows.mean(2, keepdim=True).expand_as(rows))), *rest)
+    rows = last.lines.by_row
+    return right(problem, last._replace(lines=last.lines._replace(by_row=rows.mean(2, keepdim=True).expand_as(rows))), *rest)
 
 
 def evidence_by_seen(right, problem, row_stride):

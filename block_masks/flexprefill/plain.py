@@ -45,10 +45,10 @@ def pattern_and_lines(
     """Steps 2 and 3a: whether each head is query-aware by `pattern`, its distance, and its lines of `index` (the floor if so)."""
     gamma, tau = shares
     estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
-    distance = jensen_shannon_distance(estimated, pattern.mass.vertical)
+    distance = jensen_shannon_distance(estimated, pattern.lines.vertical)
     is_query_aware = (distance.to(gamma.dtype) < tau) & problem.tokens.row_valid.any(-1, keepdim=True)
     candidates = candidate_lines(problem.seen)
-    return is_query_aware, distance, kept_lines(index.mass, candidates, is_query_aware, gamma, budget)
+    return is_query_aware, distance, kept_lines(index.lines, candidates, is_query_aware, gamma, budget)
 
 
 def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, budget: Budget) -> Tensor:

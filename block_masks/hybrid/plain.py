@@ -41,7 +41,7 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, m
 
     NaN reaches every threshold.
     """
-    largest = torch.where(last.rows.valid[:, None, :, None], last.mass.by_row, 0.0).amax(2)
+    largest = torch.where(last.rows.valid[:, None, :, None], last.lines.by_row, 0.0).amax(2)
     least = (multiple * even_shares(problem, gamma)).float()
     return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.seen)[0].unsqueeze(1)).unsqueeze(0)
 
