@@ -128,7 +128,7 @@ class PrefillCall(NamedTuple):
 
     def _new_plan(self) -> Plan:
         call_options, size = self.settings.call_options, self.selector.block_size
-        reason = self.reason_no_mask()
+        reason = self.call_reason()
         if reason is not None:
             return dense_plan(self.inputs, size, call_options, reason)
         return plan_call(self.inputs, self.selector.for_inputs(self.inputs), call_options, layer=self.layer)
@@ -141,7 +141,7 @@ class PrefillCall(NamedTuple):
             for number, segment in enumerate(segments)
             if segment.q_len > 0
         ]
-        reasons = [None if self.probe is not None else call.reason_no_mask() for call in calls]
+        reasons = [None if self.probe is not None else call.call_reason() for call in calls]
         together = [segments[call.sequence] for call, reason in zip(calls, reasons, strict=True) if reason is not None]
         dense, stats, outs = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
         for call, reason in zip(calls, reasons, strict=True):
@@ -153,7 +153,7 @@ class PrefillCall(NamedTuple):
         out = torch.cat(outs, 2)
         return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
-    def reason_no_mask(self) -> str | None:
+    def call_reason(self) -> str | None:
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         policy = self.settings.call_options.policy
