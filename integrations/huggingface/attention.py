@@ -60,7 +60,7 @@ def attention(
         mask = _checked_mask(module, is_causal, attention_mask, query, key)
         segments = _checked_segments(mask, query, kwargs)
         inputs = _checked_inputs(query, key, value, mask, scores)
-        return serve(module, inputs, mask.tokens, mask.prefill, segments, mask), None
+        return serve(module, inputs, mask.tokens, mask, segments), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
     inputs = _checked_inputs(query, key, value, None, scores)

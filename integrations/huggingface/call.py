@@ -15,7 +15,7 @@ from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import by_head_dim, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.integrations.huggingface.mask import PrefillPass
+from flexmask.integrations.huggingface.mask import PrefillMask, PrefillPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import is_scoped, module_of, remembered, scope_of
@@ -28,9 +28,8 @@ from flexmask.stats import STATISTICS, dense_stats
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None, segments: Segments | None = None,
-    mask: object = None,
-) -> Tensor:  # fmt: skip
+    module: nn.Module, inputs: AttentionInputs, tokens: int, mask: PrefillMask | None = None, segments: Segments | None = None
+) -> Tensor:
     """Attention of one prefill call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim).
 
     Calls of one `mask` share plans.
@@ -42,12 +41,13 @@ def serve(
         if MODULES_ARE_CONSTANTS:
             remembered(module)
         if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
-            return _outside_the_graph(module, inputs, tokens, prefill, segments, mask)
+            return _outside_the_graph(module, inputs, tokens, mask, segments)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
         return prefill_operator(*tensors, *seen, tokens, id(module))
     with without_autocast(inputs.query.device):
+        prefill = None if mask is None else mask.prefill
         plans = None if prefill is None else prefill.plans.setdefault(mask, {})
         call = _prefill_call(module, inputs, tokens, prefill)._replace(plans=plans)
         out = call.output() if segments is None else call.packed_output(segments)
