@@ -115,7 +115,7 @@ class Plan:
         return replace(self, groups=tuple(groups))
 
     def attend(
-        self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), with_maps: bool = False, with_counts: bool = False
+        self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), *, with_maps: bool = False, with_counts: bool = False
     ) -> Attended:
         """Attention of inputs of this plan, outside of autocast, with what else is wanted of it.
 
@@ -131,10 +131,10 @@ class Plan:
             found: list[dict[str, Tensor]] = []  # statistics
             selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
-            for group, prepared, key_heads in self.groups:
+            for group, prepared, planned_dense in self.groups:
                 # the lists of one group exist at a time
                 part, selection, backend = whole.of_heads(group), None, self.backend
-                if measured or with_maps or with_counts or not all(key_heads):
+                if measured or with_maps or with_counts or not all(planned_dense):
                     selection = select_blocks(prepared, part, with_maps, measured)
                     found.append(selection.stats)
                     if with_maps:
@@ -142,9 +142,9 @@ class Plan:
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
                     backend = self._backend_of(inputs, group, selection)
-                out, lse, key_heads = attend_heads(part, selection, key_heads, self.most_kept, backend, self.return_lse)
+                out, lse, served_dense = attend_heads(part, selection, planned_dense, self.most_kept, backend, self.return_lse)
                 outputs = with_group(outputs, (out, lse), group, inputs.query)
-                dense.append(key_heads)
+                dense.append(served_dense)
             assert outputs is not None
             stats = None
             if statistics:

@@ -99,7 +99,7 @@ class PrefillCall(NamedTuple):
         run = self.run
         statistics = STATISTICS if run is not None and run.collect_stats else ()
         plan = self.plan()
-        attended = plan.attend(self.inputs, statistics, run is not None and run.collect_masks)
+        attended = plan.attend(self.inputs, statistics, with_maps=run is not None and run.collect_masks)
         self.note(attended, plan.reason)
         return attended.out
 
