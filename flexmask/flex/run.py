@@ -139,8 +139,8 @@ def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
     largest score so far from itself, which makes NaN of an infinite one.
     """
     kv_len, block_size = key.shape[2], block_mask.BLOCK_SIZE[1]
-    place = num_blocks(kv_len, block_size)
-    end, last = (captured_number(n, key.shape[0], key.device) for n in (kv_len, place * block_size))
+    next_block = num_blocks(kv_len, block_size)
+    end, last = (captured_number(n, key.shape[0], key.device) for n in (kv_len, next_block * block_size))
     visible = block_mask.mask_mod
 
     def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -149,11 +149,11 @@ def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
     seen.__name__ = visible.__name__
     full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     assert full_counts is not None and full_indices is not None
-    full_indices = F.pad(full_indices, (0, 1)).scatter(-1, full_counts.unsqueeze(-1).long(), place)
+    full_indices = F.pad(full_indices, (0, 1)).scatter(-1, full_counts.unsqueeze(-1).long(), next_block)
     lists = (block_mask.kv_num_blocks, F.pad(block_mask.kv_indices, (0, 1)), full_counts + 1, full_indices)
-    more = place * block_size + 1 - kv_len
-    longer = block_mask_from_lists(lists, seen, block_size, (block_mask.seq_lengths[0], kv_len + more))
-    return F.pad(key, (0, 0, 0, more)), F.pad(value, (0, 0, 0, more)), longer, (end, last)
+    added_keys = next_block * block_size + 1 - kv_len
+    longer = block_mask_from_lists(lists, seen, block_size, (block_mask.seq_lengths[0], kv_len + added_keys))
+    return F.pad(key, (0, 0, 0, added_keys)), F.pad(value, (0, 0, 0, added_keys)), longer, (end, last)
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
