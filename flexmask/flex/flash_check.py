@@ -135,8 +135,9 @@ def flash_verdict(
     if is_traced():
         assert not call.direct
         # numbers, where a compilation has symbols
-        head_dims, per_key = (len(range(call.head_dim)), len(range(call.v_head_dim))), len(range(call.per_key))
-        written = _recall(device.type, device.index, call.dtype, *head_dims, *call[3:-2], per_key)
+        sizes = (len(range(call.head_dim)), len(range(call.v_head_dim)), call.block_size)
+        flags = (call.softcap, call.captures, call.padded, call.shared, call.gradients)
+        written = _recall(device.type, device.index, call.dtype, *sizes, *flags, len(range(call.per_key)))
         if not written:
             return None
         reason, lse_reason, factor = written.split("\n")
@@ -163,7 +164,8 @@ def flash_verdict(
 def check_for_compiled_callers(dtype: torch.dtype, head_dim: int, v_head_dim: int, captures: bool) -> None:
     """Check through FlexAttention, as compiled code calls it, the kinds of these heads that were checked for direct calls."""
     for device_type, index, call in list(_found):
-        if call.direct and index is not None and call[:3] == (dtype, head_dim, v_head_dim):
+        of_these_heads = (call.dtype, call.head_dim, call.v_head_dim) == (dtype, head_dim, v_head_dim)
+        if call.direct and index is not None and of_these_heads:
             flash_verdict(call._replace(direct=False, captures=call.captures or captures), torch.device(device_type, index))
 
 
