@@ -129,7 +129,8 @@ class PrefillSettings:
 
     def selector(self, layer: int | None = None) -> Method:
         """The method with its options in one layer; None: in all layers."""
-        return selector_of(self.method, self.block_size, {**self.options, **self.layers.get(-1 if layer is None else layer, {})})
+        of_layer = {} if layer is None else self.layers.get(layer, {})
+        return selector_of(self.method, self.block_size, {**self.options, **of_layer})
 
     def check_model(self, config: Any, of_modules: Mapping[int, int] = {}) -> None:
         """Refuse missing layers, and options per head of another number; arguments of `heads_by_layer`."""
