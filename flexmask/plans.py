@@ -174,8 +174,8 @@ def plan_call(
 ) -> Plan:
     """Decide what runs dense, and plan.
 
-    All of it with few tokens or rows, unless `at_any_length`; a model's `layer` that the policy names; where every head keeps
-    every block. Else key heads that keep all.
+    Run dense: calls below the policy's size (unless `at_any_length`), layers that it names, calls whose heads keep every block.
+    Otherwise plan groups; key heads that keep every block run dense.
     """
     policy, num_heads, num_kv_heads = call_options.policy, inputs.query.shape[1], inputs.key.shape[1]
     per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all(num_heads)

@@ -116,7 +116,7 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
 
 
 def repeating(prepared: PreparedSelection) -> PreparedSelection:
-    """The same, of whose selections by kernels the first is noted and others repeat its launches."""
+    """The same, which notes the launches of one selection and repeats them in later ones."""
     return prepared._replace(repeats=Repeats()) if prepared.by_kernels and prepared.selector_for_steps.only_launches else prepared
 
 

@@ -123,7 +123,7 @@ class PrefillSettings:
 
     @functools.cached_property
     def call_options(self) -> CallOptions:
-        """Rows that do not fill a block run dense: selecting for them costs as much as attending."""
+        """The checked options; rows that do not fill a block run dense, as selecting for them costs as much as attending."""
         checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
         return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 

@@ -113,7 +113,7 @@ class AttentionInputs(NamedTuple):
         return cast("SparseInputs", self.with_fields(query=query, key=key, value=value, sinks=sinks, offset=offset))
 
     def with_offset(self) -> SparseInputs:
-        """For a mask only: as they are."""
+        """Fill in the offset, (batch,) int32, if q_len < kv_len."""
         batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if self.offset is not None or q_len == kv_len:
             return cast("SparseInputs", self)

@@ -81,6 +81,8 @@ Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `PrefillCal
 
 
 class PrefillCall(NamedTuple):
+    """A layer's call in a prefill, with the settings that hold for it."""
+
     inputs: AttentionInputs
     tokens: int  # `PrefillMask.tokens`
     prefill: PrefillPass | None  # `PrefillMask.prefill`

@@ -47,6 +47,8 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
+    """A layer on this rank whose long prefills run sparse, with its selector and call options."""
+
     number: int  # in the model
     selector: Method
     call_options: CallOptions

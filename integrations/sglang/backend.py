@@ -142,7 +142,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
     def _keys_and_values(
         self, layer: Any, slots: Tensor | None, chunk: tuple[Tensor, Tensor], scales: tuple[Any, Any] | None
     ) -> tuple[Tensor, Tensor]:
-        """Those of all of a request's tokens; what is gathered is gone when they are made."""
+        """Keys and values of all of a request's tokens; gathered rows are freed before it returns."""
         pool = self.flexmask_engine.pool
         made = []
         for read, own, scale in zip((pool.get_key_buffer, pool.get_value_buffer), chunk, scales or (None, None), strict=True):

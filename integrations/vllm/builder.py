@@ -15,6 +15,8 @@ from flexmask.integrations.vllm.pages import PageTable
 
 
 class Step(NamedTuple):
+    """One step of vLLM's scheduler: its split, and what either part of it needs."""
+
     split: StepSplit
     stock: tuple[Any, ...]  # metadata per stock span
     page_tables: tuple[PageTable | None, ...]  # of each sparse request's cached tokens; None: it has none

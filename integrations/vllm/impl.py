@@ -116,7 +116,7 @@ class SparsePrefillImpl(FindsItsRole):
     def _keys_and_values(
         self, layer: Any, kv_cache: Tensor, page_table: PageTable | None, chunk: tuple[Tensor, Tensor], skipped: int
     ) -> tuple[Tensor, Tensor]:
-        """Those of all of a request's tokens, but for the `skipped` first; what is gathered is gone when they are made."""
+        """Keys and values of a request's tokens, but for the `skipped` first; gathered rows are freed before it returns."""
         cache = self._given.get("kv_cache_dtype") or "auto"
         # a reader of another cache overrides `flexmask_gather`
         is_plain = cache not in FP8_CACHES and type(self).flexmask_gather is SparsePrefillImpl.flexmask_gather
