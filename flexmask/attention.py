@@ -9,11 +9,11 @@ from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.base.checks import check_bool, check_shape
-from flexmask.base.inputs import attention_inputs
-from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
+from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.call_options import DEFAULT_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.dense_policy import notice_dense
 from flexmask.plans import Plan, plan_call
-from flexmask.selector import selector_of
+from flexmask.selector import Method, selector_of
 from flexmask.stats import STATISTICS, SelectionStats
 
 RECOMMENDED = "hybrid"
@@ -87,8 +87,8 @@ def sparse_attention(
     method
         A name in `flexmask.METHODS`; a mask function of `flexmask.block_masks`; or a function of query and key with the keywords
         block_size, window, attention_mask and q_offset (scale, softcap if it has them) that returns a BlockMask in blocks of
-        `block_size`. Numbers that its mask_mod captures are constants: another value may compile again, in a tensor it does not.
-        Default ``"hybrid"``, which we recommend; ``"flexprefill"`` is the paper's.
+        `block_size`. A Python number that its mask_mod captures is compiled in, so another value may recompile; a value in a
+        tensor does not. Default ``"hybrid"``, which we recommend; ``"flexprefill"`` is the paper's.
     block_size
         Tokens per block of queries and of keys: a multiple of 16 from 16 to 256, default 128 (FlexAttention's). Values that 64
         does not divide run slowly on GPUs, whose tiles must divide the block.
@@ -163,13 +163,15 @@ def sparse_attention(
     torch.Size([1, 4, 512, 32])
     """
     check_bool("return_stats", return_stats)
-    made = _planned(
-        query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
-        max_mask_bytes=max_mask_bytes, return_lse=return_lse,
-        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len,
-        sinks=sinks,
+    check_bool("return_lse", return_lse)
+    selector = selector_of(method, block_size, options)
+    call_options = checked_call_options(backend, dense_below, max_mask_bytes)
+    inputs = _inputs(
+        query, key, value, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
+        prompt_len=prompt_len, sinks=sinks,
     )  # fmt: skip
-    return made.attend(made.inputs, STATISTICS if return_stats else ()).results()
+    plan_of_call = _planned(selector, call_options, inputs, return_lse)
+    return plan_of_call.attend(plan_of_call.inputs, STATISTICS if return_stats else ()).results()
 
 
 def plan(
@@ -226,23 +228,22 @@ def plan(
     >>> [made.run(query, key, value).shape[2] for query, key, value in layers]
     [512, 512]
     """
-    return _planned(
-        query, key, value, method, options, block_size=block_size, backend=backend, dense_below=dense_below,
-        max_mask_bytes=max_mask_bytes, return_lse=return_lse,
-        scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len,
-        sinks=sinks,
-    ).without_tensors()  # fmt: skip
-
-
-def _planned(
-    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any], options: dict[str, Any], *, block_size: int,
-    backend: str, dense_below: int | None, max_mask_bytes: int, return_lse: bool, **geometry: Any,
-) -> Plan:  # fmt: skip
     check_bool("return_lse", return_lse)
     selector = selector_of(method, block_size, options)
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
+    inputs = _inputs(
+        query, key, value, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
+        prompt_len=prompt_len, sinks=sinks,
+    )  # fmt: skip
+    return _planned(selector, call_options, inputs, return_lse).without_tensors()
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, **geometry: Any) -> AttentionInputs:
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
-    inputs = attention_inputs(query, key, value, **geometry)
-    made = plan_call(inputs, selector.for_inputs(inputs), call_options, return_lse)
-    notice_dense(made.reason, query.shape[2])
-    return made
+    return attention_inputs(query, key, value, **geometry)
+
+
+def _planned(selector: Method, call_options: CallOptions, inputs: AttentionInputs, return_lse: bool) -> Plan:
+    plan_of_call = plan_call(inputs, selector.for_inputs(inputs), call_options, return_lse)
+    notice_dense(plan_of_call.reason, inputs.query.shape[2])
+    return plan_of_call
