@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, map_bytes
+from flexmask.base.head_groups import map_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
 from flexmask.method import BlockProblem, Method, count, mask_function

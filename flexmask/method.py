@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask.base.blocks import BlockProblem as BlockProblem
-from flexmask.base.inputs import attention_inputs, head_groups
+from flexmask.base.head_groups import head_groups
+from flexmask.base.inputs import attention_inputs
 from flexmask.flex.block_mask import block_mask
 from flexmask.option_fields import ByHead as ByHead
 from flexmask.option_fields import PairsByHead as PairsByHead

@@ -20,7 +20,8 @@ from flexmask.base.checks import (
     plain_numbers,
     shares_by_head,
 )
-from flexmask.base.inputs import AttentionInputs, HeadGroup, head_groups, map_bytes, tiled_list_bytes
+from flexmask.base.head_groups import HeadGroup, head_groups, map_bytes, tiled_list_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import Choice
 from flexmask.option_fields import PairsByHead
 from flexmask.users_mask import check_takes_keywords, users_choice

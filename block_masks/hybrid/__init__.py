@@ -10,7 +10,8 @@ from torch import Tensor
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Number
 from flexmask.base.checks import check_bool, check_int
-from flexmask.base.inputs import AttentionInputs, plain_bytes
+from flexmask.base.head_groups import plain_bytes
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain

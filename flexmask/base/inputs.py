@@ -1,34 +1,25 @@
-"""One attention call: its tensors and its geometry, checked once at the public boundary, and its heads in groups."""
+"""One attention call: its tensors and its geometry, checked once at the public boundary."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple, NewType, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NewType, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from flexmask._torch import is_traced
 from flexmask.base.checks import DTYPES, check_inputs, plain_number
 from flexmask.base.visibility import Tokens, num_blocks, token_validity
+
+if TYPE_CHECKING:
+    from flexmask.base.head_groups import HeadGroup
 
 # found at import, as dynamo cannot trace the question
 _DEVICES = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
 )
-# per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
-_PAIR_BYTES = 40
-_SCORE_BYTES = 12  # float32 twice, and the map of visible keys
 
 _Inputs = TypeVar("_Inputs", bound="AttentionInputs")
-
-
-class HeadGroup(NamedTuple):
-    """Heads whose masks exist at one time."""
-
-    batch: slice
-    query: slice
-    key: slice
 
 
 class AttentionInputs(NamedTuple):
@@ -192,61 +183,3 @@ def in_autocast_dtype(tensor: Any) -> Any:
         if device in _DEVICES and torch.is_autocast_enabled(device):
             return tensor.to(torch.get_autocast_dtype(device))
     return tensor
-
-
-def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:
-    """Groups of equal size of at most `at_once` heads (None: all), at least one; whole batch rows if heads are `shared`."""
-    batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
-    if at_once is None:
-        at_once = batch * num_heads
-    elif shared:
-        at_once = max(at_once, num_heads)
-    per_key = num_heads // num_kv_heads
-    rows = _largest_divisor(batch, at_once // num_heads)
-    keys = _largest_divisor(num_kv_heads, at_once // per_key)
-    queries = keys * _largest_divisor(per_key, at_once)
-    return [
-        HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // per_key, h // per_key + keys))
-        for b in range(0, batch, rows)
-        for h in range(0, num_heads, queries)
-    ]
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    """Largest divisor of `number` up to `limit`, at least 1."""
-    if limit >= number:
-        return number
-    # a list: torch 2.8 cannot trace max of a generator
-    return max([d for d in range(1, number + 1) if number % d == 0 and d <= max(1, limit)])
-
-
-def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
-    """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
-    return _PAIR_BYTES * inputs.block_pairs(block_size) + _SCORE_BYTES * rows * inputs.key.shape[2]
-
-
-def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
-    """Bytes that plain steps take for a head: by pair of blocks, by score of a representative row, and copies for block means."""
-    (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
-    per_key = num_heads // inputs.key.shape[1]
-    # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them
-    absent = is_traced() or inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
-    ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
-    copies = (inputs.query.element_size() < 4) + absent + ragged
-    means = copies * 4 * head_dim * max(q_len, -(-kv_len // per_key))
-    return inputs.block_pairs(block_size) * by_pair + block_size * kv_len * by_score + means
-
-
-def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
-    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
-    return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
-
-
-def tiled_list_bytes(inputs: AttentionInputs, block_size: int) -> int:
-    """Bytes of one head's lists by block and by tile in one batch row; 0 where FLASH takes the blocks as they are."""
-    if inputs.value is None or not inputs.query.is_cuda:
-        return 0
-    tile = flash_key_tile(inputs.query.shape[3], inputs.value.shape[3])
-    if block_size <= tile or block_size % tile:
-        return 0
-    return 8 * inputs.block_pairs(block_size) * (1 + block_size // tile)

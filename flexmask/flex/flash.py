@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import in_dispatch_mode, is_traced, on_device
-from flexmask.base.inputs import AttentionInputs, flash_key_tile
+from flexmask.base.head_groups import flash_key_tile
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
 from flexmask.flex.run import with_sinks
 

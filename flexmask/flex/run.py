@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flexmask._torch import is_fake, is_traced, runs_flex_attention_uncompiled
-from flexmask.base.inputs import AttentionInputs, flash_key_tile
+from flexmask.base.head_groups import flash_key_tile
+from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import capped
 from flexmask.base.visibility import num_blocks
 from flexmask.compilation import compiled

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.inputs import AttentionInputs, head_groups, without_autocast
+from flexmask.base.head_groups import head_groups
+from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.integrations.huggingface.call import PrefillCall

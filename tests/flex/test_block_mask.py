@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask, and_masks, noop_mask
 
 from flexmask import flexprefill_mask, sparse_attention
-from flexmask.base.inputs import attention_inputs, tiled_list_bytes
+from flexmask.base.head_groups import tiled_list_bytes
+from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists, block_lists
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask_from_lists

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from flexmask.base.inputs import attention_inputs, head_groups
+from flexmask.base.head_groups import head_groups
+from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.huggingface import sparse_prefill
 from flexmask.integrations.inspect import inspect_prefill, shown_heads
 from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
