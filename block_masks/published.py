@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask.base.checks import check_max_budget
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.option_checks import check_max_budget
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
 from flexmask.base.visibility import num_blocks

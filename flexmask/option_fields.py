@@ -9,7 +9,8 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from flexmask.base.checks import check_count, check_share, check_word
+from flexmask.base.checks import check_word
+from flexmask.base.option_checks import check_count, check_share
 
 # types of options, which decide how they reach `Method.select`
 ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]

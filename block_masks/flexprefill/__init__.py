@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import Number, is_off
-from flexmask.base.checks import check_max_budget
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
+from flexmask.base.option_checks import check_max_budget
 from flexmask.base.selection import Blocks, Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain

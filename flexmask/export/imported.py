@@ -9,7 +9,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import plain
 from flexmask._torch import is_fake
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.checks import check_block_size, check_count, check_int, check_plain, plain_number
+from flexmask.base.checks import check_int, check_plain, plain_number
+from flexmask.base.option_checks import check_block_size, check_count
 from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import block_mask, inputs_of_mask

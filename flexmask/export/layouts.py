@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.checks import check_count, plain_number
+from flexmask.base.checks import plain_number
+from flexmask.base.option_checks import check_count
 from flexmask.base.selection import ascending_indices
 from flexmask.export.index_lists import blocks_of, check_index, made_parts, num_kv_blocks
 
