@@ -19,7 +19,7 @@ FILES = ("ablations-nvidia-h200.jsonl", "mean-correction-nvidia-h200.jsonl")
 
 def dlp_by_task(folder: Path = FOLDER) -> list[str]:
     """Change of dlp with its standard error by task, and the mean density of both."""
-    found = {}
+    found: dict[tuple[str, str], table.Pairs] = {}
     for name in FILES:
         found |= table.paired(read_rows(folder / name), BASE)
     settings = list(dict.fromkeys(setting for _, setting in found))
