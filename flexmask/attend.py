@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flexmask._torch import is_fake
-from flexmask.base.head_groups import HeadGroup
-from flexmask.base.inputs import SparseInputs
+from flexmask.base.inputs import HeadGroup, SparseInputs
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.flex.backend import Backend
 from flexmask.flex.block_mask import block_mask

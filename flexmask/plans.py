@@ -10,8 +10,7 @@ from torch import Tensor
 from flexmask._torch import in_dispatch_mode, is_traced
 from flexmask.attend import Attended, attend_heads, with_group
 from flexmask.base.checks import check_bool, check_plain
-from flexmask.base.head_groups import HeadGroup
-from flexmask.base.inputs import AttentionInputs, in_autocast_dtype, needs_gradients, without_autocast
+from flexmask.base.inputs import AttentionInputs, HeadGroup, in_autocast_dtype, needs_gradients, without_autocast
 from flexmask.base.selection import Selection
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel

@@ -12,8 +12,8 @@ from torch import Tensor
 from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.checks import check_word, plain_number, plain_numbers
-from flexmask.base.head_groups import HeadGroup, head_groups, map_bytes, tiled_list_bytes
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.head_groups import head_groups, map_bytes, tiled_list_bytes
+from flexmask.base.inputs import AttentionInputs, HeadGroup
 from flexmask.base.option_checks import check_block_size, check_shares, pairs_by_head, shares_by_head
 from flexmask.base.selection import Choice
 from flexmask.option_fields import PairsByHead

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.head_groups import HeadGroup
+from flexmask.base.inputs import HeadGroup
 from flexmask.base.selection import BlockLists, Choice
 
 

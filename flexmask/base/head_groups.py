@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from flexmask._torch import is_traced
-from flexmask.base.inputs import AttentionInputs
+from flexmask.base.inputs import AttentionInputs, HeadGroup
 
 # per pair of blocks while lists are made, uncompiled: int64 places, int32 sums and lists, bool maps
 _PAIR_BYTES = 40
 _SCORE_BYTES = 12  # float32 twice, and the map of visible keys
-
-
-class HeadGroup(NamedTuple):
-    """Heads whose masks exist at one time."""
-
-    batch: slice
-    query: slice
-    key: slice
 
 
 def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:

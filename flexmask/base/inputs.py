@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, NamedTuple, NewType, TypeVar, cast
+from typing import Any, NamedTuple, NewType, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,15 +11,20 @@ from torch import Tensor
 from flexmask.base.checks import DTYPES, check_inputs, plain_number
 from flexmask.base.visibility import Tokens, num_blocks, token_validity
 
-if TYPE_CHECKING:
-    from flexmask.base.head_groups import HeadGroup
-
 # found at import, as dynamo cannot trace the question
 _DEVICES = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
 )
 
 _Inputs = TypeVar("_Inputs", bound="AttentionInputs")
+
+
+class HeadGroup(NamedTuple):
+    """Heads whose masks exist at one time."""
+
+    batch: slice
+    query: slice
+    key: slice
 
 
 class AttentionInputs(NamedTuple):

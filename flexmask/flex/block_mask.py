@@ -13,8 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, computed_once, is_traced
-from flexmask.base.head_groups import HeadGroup
-from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs
 from flexmask.base.selection import BlockLists, Selection
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
