@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from bench.answers import ablations, mean_correction
 from flexmask import flexprefill_mask, hybrid_mask
 from flexmask.base.selection import kept_and_full
 from flexmask.selector import METHODS
@@ -16,10 +15,12 @@ from tests.cases import structured_inputs
 OPTIONS = {"block_size": 32, "min_coverage": 0.3, "min_budget": 0, "last_rows_dense": False}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_table():
-    """Leave the table of methods as it was."""
-    yield
+@pytest.fixture(scope="module")
+def ablations():
+    """Its import enters methods into the table, which is as before afterwards."""
+    from bench.answers import ablations
+
+    yield ablations
     for method in (ablations.union, ablations.noise_floor, ablations.shared):
         METHODS.pop(method.method.name, None)
 
@@ -33,7 +34,7 @@ def kept(mask):
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.3])
-def test_the_union_has_the_blocks_of_both(tau):
+def test_the_union_has_the_blocks_of_both(tau, ablations):
     query, key = inputs()
     theirs = kept(flexprefill_mask(query, key, 0.6, tau, block_size=32, min_budget=256))
     hybrid = kept(hybrid_mask(query, key, gamma=0.8, **OPTIONS))
@@ -41,7 +42,7 @@ def test_the_union_has_the_blocks_of_both(tau):
     assert torch.equal(found, hybrid | theirs) and (found != hybrid).any() and (found != theirs).any()
 
 
-def test_the_noise_floor_is_the_mean_without_the_sink():
+def test_the_noise_floor_is_the_mean_without_the_sink(ablations):
     query, key = inputs()
     found = kept(ablations.noise_floor(query, key, gamma=0.001, times=1.5, **OPTIONS))[0]
     for head in range(4):
@@ -54,7 +55,7 @@ def test_the_noise_floor_is_the_mean_without_the_sink():
             assert set(found[head, r].nonzero()[:, 0].tolist()) == expected
 
 
-def test_heads_of_a_key_head_share_what_one_head_alone_keeps():
+def test_heads_of_a_key_head_share_what_one_head_alone_keeps(ablations):
     query, key = inputs()
     found = kept(ablations.shared(query, key, gamma=0.9, **OPTIONS))
     assert torch.equal(found[:, 0], found[:, 1]) and not torch.equal(found[:, 0], found[:, 2])
@@ -65,6 +66,8 @@ def test_heads_of_a_key_head_share_what_one_head_alone_keeps():
 
 
 def test_a_skipped_block_is_one_key_of_its_mean():
+    from bench.answers import mean_correction
+
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 1000, 32), torch.randn(1, 2, 1000, 32), torch.randn(1, 2, 1000, 32)
     keep = (torch.rand(1, 4, 8, 8) < 0.4) | torch.eye(8, dtype=torch.bool)

@@ -61,7 +61,7 @@ def test_keeps_own_blocks_and_what_the_method_keeps_of_what_is_visible(n):
 def test_name_doc_and_signature_are_the_methods():
     assert every_nth_mask.__name__ == "every_nth_mask" and every_nth_mask.__doc__.startswith("Keep every n-th")
     names = list(inspect.signature(every_nth_mask).parameters)
-    common = ["block_size", "scale", "softcap", "window", "attention_mask", "q_offset", "return_stats"]
+    common = ["block_size", "scale", "softcap", "window", "attention_mask", "q_offset", "prompt_len", "return_stats"]
     assert names == ["query", "key", "n", *common] and METHODS["every_nth"] is every_nth_mask.method
     query = torch.randn(1, 2, 40, 16)
     assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(block_size=128, n=3)"

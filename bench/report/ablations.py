@@ -1,8 +1,9 @@
-"""What other selections change against hybrid at gamma 0.9 on the same prompts; rows of `bench.answers`."""
+"""What other selections change against hybrid on the same prompts; rows of `bench.answers`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +14,16 @@ from bench.report.rows import FOLDER, percent
 from bench.rows import read_rows
 from bench.tables import markdown_table
 
-BASE = "hybrid 0.9"
-FILES = ("ablations-nvidia-h200.jsonl", "mean-correction-nvidia-h200.jsonl")
+WHOLE = ("ablations-nvidia-h200.jsonl", "mean-correction-nvidia-h200.jsonl")
+IN_CHUNKS = ("chunk-ablations-nvidia-h200.jsonl",)
+CHUNK_S = "the chunk's N"
 
 
-def dlp_by_task(folder: Path = FOLDER) -> list[str]:
-    """Change of dlp with its standard error by task, and the mean density of both."""
+def dlp_by_task(folder: Path = FOLDER, files: Sequence[str] = WHOLE, base: str = "hybrid 0.9") -> list[str]:
+    """Change of dlp against `base` with its standard error by task, and the mean density of both."""
     found: dict[tuple[str, str], table.Pairs] = {}
-    for name in FILES:
-        found |= table.paired(read_rows(folder / name), BASE)
+    for name in files:
+        found |= table.paired(({**row, "chunk": None} for row in read_rows(folder / name)), base)
     settings = list(dict.fromkeys(setting for _, setting in found))
     lines = []
     for task in (task for task in TASKS if any((task, setting) in found for setting in settings)):
@@ -37,8 +39,11 @@ def dlp_by_task(folder: Path = FOLDER) -> list[str]:
         ours, others = (
             float(np.mean([pairs.mean(getattr(pairs, side), "density") for pairs in of_setting])) for side in ("ours", "others")
         )
-        densities.append(f"{percent(ours)}, hybrid {percent(others)}")
-    return markdown_table(["task", *settings], [*lines, ["blocks", *densities]])
+        densities.append(f"{percent(ours)} ({percent(others)})")
+    return markdown_table(["task", *settings], [*lines, ["blocks (base)", *densities]])
 
 
-TABLES: dict[str, Callable[[Path], list[str]]] = {"ablations": dlp_by_task}
+TABLES: dict[str, Callable[[Path], list[str]]] = {
+    "ablations": dlp_by_task,
+    "ablations-chunks": partial(dlp_by_task, files=IN_CHUNKS, base=CHUNK_S),
+}

@@ -35,15 +35,18 @@ def _timed(folder: Path) -> dict[str, pd.DataFrame]:
 def brief(folder: Path = FOLDER) -> list[str]:
     """A column per length: speedups of first tokens, and right parts of RULER's tasks where all were run."""
     rows = [[name, *(f"{ratio:.2f}x" for ratio in timed["ratio"].loc[list(_LENGTHS)])] for name, timed in _timed(folder).items()]
-    rows.append(["1.5B, right answers, whole, transformers", *(_ruler(length, folder) for length in _LENGTHS)])
+    for place, chunk in (("whole", None), ("chunks of 8k", 8192)):
+        rows.append([f"1.5B, right answers, {place}", *(_ruler(length, folder, chunk) for length in _LENGTHS)])
     return markdown_table(["dense → flexmask", "32k", "64k", "128k"], rows)
 
 
-def _ruler(length: int, folder: Path) -> str:
-    found = pairs(folder, length)
-    if not all((task, _SETTINGS[0]) in found for task in RULER):
+def _ruler(length: int, folder: Path, chunk: int | None) -> str:
+    of_task = {
+        task: made for (task, label), made in pairs(folder, length, chunk).items() if label.partition(",")[0] == _SETTINGS[0]
+    }
+    if not all(task in of_task for task in RULER):
         return "not run"
-    before, after, (low, high) = changes_of_means([found[task, _SETTINGS[0]] for task in RULER])
+    before, after, (low, high) = changes_of_means([of_task[task] for task in RULER])
     return f"{before:.1f} → {after:.1f} [{low:+.1f}, {high:+.1f}]"
 
 

@@ -57,6 +57,13 @@ def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
     assert vars(batch) == before
 
 
+def test_sparse_requests_have_the_length_of_their_prompt(served):
+    # of request 3 200 tokens are there: it was retracted, and prefills tokens that it had generated
+    served.engine.prompt_lens.update({"1": 900, "3": 150})
+    split = served.engine.step(served.batch(CHUNKS, ForwardMode.MIXED)).split
+    assert [(each.batch_index, each.prompt_len) for each in split.sparse] == [(1, 900), (3, 200)]
+
+
 def test_one_run_of_stock_requests_is_a_view(served):
     batch = served.batch([(1, 0, 200), (2, 3, 7), (3, 0, 9)])
     step = served.engine.step(batch)
