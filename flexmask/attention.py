@@ -100,14 +100,15 @@ def sparse_attention(
         Tokens, >= 1: a row sees itself and the ``window - 1`` positions before it. Default None: all before it.
     attention_mask
         (batch, kv_len), bool or integer on key's device, nonzero = token. No token attends to padding; padded rows attend to
-        nothing. Padding on the right, or of a multiple of `block_size` on the left, leaves the selection unchanged; other padding
-        shifts the blocks. Default None.
+        nothing. Padding on the right (without `prompt_len`), or of a multiple of `block_size` on the left, leaves the selection
+        unchanged; other padding shifts the blocks. Default None.
     q_offset
         Position of query row 0, in [0, kv_len - q_len]: an int (checked) or an integer tensor, 0-d or (batch,), on the same
         device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.
     prompt_len
         Tokens, >= 1, of the whole prompt if this call is a chunk of it, padding included: thresholds of ``"hybrid"`` follow it.
-        No other method reads it. Default None: the prompt ends with the call's last row.
+        Blocks of padding behind the chunk count too, so rows padded on the right keep more. No other method reads it. Default
+        None: the prompt ends with the call's last row.
     sinks
         (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss), unused by
         the selection. Default None.

@@ -93,8 +93,8 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
     batch, num_heads, q_len, head_dim = query.shape
     device = (query.device.type, query.device.index, query.dtype)
     numbers = (num_heads, key.shape[1], head_dim, rest[0], inputs.scale, inputs.softcap)
-    # a wider window may not fit into the int32 of a symbol
-    window = None if inputs.window is None else min(inputs.window, 2**30)
+    # larger numbers may not fit into the int32 of a symbol
+    window, prompt_len = (None if number is None else min(number, 2**30) for number in (inputs.window, inputs.prompt_len))
     # in words, for the log
     properties = (
         "one prompt" if batch == 1 else "several prompts",
@@ -108,8 +108,8 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
     mask = None if inputs.attention_mask is None else with_dynamic(inputs.attention_mask, 1)
     # drop unused fields to avoid recompilations
     dynamic_query, dynamic_key = with_dynamic(query, 2), with_dynamic(key, 2)
-    dynamic = AttentionInputs(dynamic_query, dynamic_key, None, inputs.scale, inputs.softcap, window, mask, inputs.offset)
-    return run(dynamic, *rest)
+    scores = (inputs.scale, inputs.softcap, window)
+    return run(AttentionInputs(dynamic_query, dynamic_key, None, *scores, mask, inputs.offset, prompt_len=prompt_len), *rest)
 
 
 def runs_uncompiled(query: Tensor) -> bool:

@@ -103,7 +103,8 @@ def warmup(
             key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)
             value = torch.randn(batch, num_kv_heads, length, v_head_dim, dtype=dtype, device=device)
             mask = torch.ones(batch, length, dtype=torch.bool, device=device) if padded else None
-            sparse_attention(query, key, value, attention_mask=mask, **options)
+            of_chunk = {"prompt_len": length + 1} if chunked else {}
+            sparse_attention(query, key, value, attention_mask=mask, **{**of_chunk, **options})
     if options.get("backend") != "triton":
         check_for_compiled_callers(dtype, head_dim, v_head_dim, captures=chunked)
     if query.is_cuda:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexmask import hybrid_mask, plain
+from flexmask import compilation, hybrid_mask, plain
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import attention_inputs
@@ -151,6 +151,18 @@ def test_a_longer_prompt_lowers_the_thresholds_of_a_chunk():
     options = {"block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
     kept = [hybrid_mask(query, key, 0.95, **options, prompt_len=tokens).to_dense().sum() for tokens in (None, 320, 640, 6400)]
     assert kept[0] == kept[1] < kept[2] < kept[3]
+
+
+def test_compiled_steps_get_the_length_of_the_prompt(monkeypatch):
+    """As devices run them that have no kernels."""
+    query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 2, 1, 160, 320, 32, sharpness=5.0)
+    options = {"gamma": 0.95, "block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
+    lengths = (None, 640, 6400, 2**62)
+    expected = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]
+    monkeypatch.setattr(compilation, "runs_uncompiled", lambda query: False)
+    monkeypatch.setattr(compilation, "compiled", lambda function, *_: function)
+    found = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]
+    assert all(map(torch.equal, found, expected)) and expected[0].sum() < expected[1].sum() < expected[2].sum()
 
 
 @pytest.mark.parametrize("by", STEPS)

@@ -47,13 +47,14 @@ def most_of_prompt(most: Tensor, end: Tensor | int, prompt_len: int | None, bloc
     """
     if prompt_len is None:
         return most
-    # int32 holds the sums
+    # int32 holds the sums and the limits
     of_prompt = min(num_blocks(prompt_len, block_size), 2**30)
     following = of_prompt - (end + block_size - 1) // block_size
     following = max(following, 0) if isinstance(following, int) else following.clamp(min=0)
     if window is None:
         return most + following
-    return torch.maximum(most, (most + following).clamp(max=(window + block_size - 2) // block_size + 1))
+    of_window = min((window + block_size - 2) // block_size + 1, 2**30)
+    return torch.maximum(most, (most + following).clamp(max=of_window))
 
 
 @functools.lru_cache(maxsize=128)

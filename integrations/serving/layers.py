@@ -113,8 +113,10 @@ def attend_chunk(
     kind = (layer.kind, query.dtype)
     plan = None if plans is None else plans.get(kind)
     if plan is None:
+        goes_on = prompt_len is not None and prompt_len > key.shape[1]
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
-        inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len, **geometry)
+        geometry["prompt_len"] = prompt_len if goes_on else None
+        inputs = attention_inputs(*tensors, sinks=sinks, **geometry)
         # the split of the step has decided about lengths
         plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:

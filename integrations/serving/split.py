@@ -17,7 +17,7 @@ class SparseRequest:
     start: int  # rows of the packed batch
     stop: int
     seq_len: int  # tokens so far, including this chunk
-    prompt_len: int | None = None  # tokens to prefill in all; None: no more
+    prompt_len: int | None = None  # tokens of its prompt; None: no more
     gamma: float | None = None  # the request's; None: the server's
     # of its attention, by kind of layer (`attend_chunk`)
     plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
@@ -54,7 +54,7 @@ def split_step(
     """Split one step from the requests' first rows, the end of the last, and tokens including this step's.
 
     Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
-    than one row means a prefill. `requested` are the options of the first requests and `prompt_lens` their tokens to prefill;
+    than one row means a prefill. `requested` are the options of the first requests and `prompt_lens` the tokens of their prompts;
     padding has none.
     """
     seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens

@@ -69,7 +69,7 @@ class VLLMEngine(Engine):
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
         self.requested: list[RequestOptions | None] = []  # options of the requests of a step, in its order
-        self.prompt_lens: Sequence[int] = ()  # their tokens to prefill
+        self.prompt_lens: Sequence[int] = ()  # tokens of their prompts
         self._requested: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._in_warm_up = False
         self._prepared = False

@@ -29,7 +29,9 @@ def problems(q_len=90, heads=2, sharpness=5.0, padded=True, **scores):
     return cut_into_blocks(inputs, BLOCK, shared), BlockProblem(inputs, BLOCK, shared_kernels, True, edges)
 
 
-@pytest.mark.parametrize("scores", [{}, {"window": 40}, {"q_offset": torch.tensor([20, 3, 7], dtype=torch.int32)}], ids=str)
+@pytest.mark.parametrize(
+    "scores", [{}, {"window": 40}, {"window": 2**63 - 1}, {"q_offset": torch.tensor([20, 3, 7], dtype=torch.int32)}], ids=str
+)
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_most_blocks_seen(scores, padded):
     of_plain, of_kernels = problems(padded=padded, **scores)
@@ -37,8 +39,8 @@ def test_the_most_blocks_seen(scores, padded):
     for tokens in (1, 111, 300):
         one, other = problems(padded=padded, prompt_len=tokens, **scores)
         assert torch.equal(other.most_blocks().long(), one.most_blocks().expand(3))
-    # the window's blocks are all in this chunk
-    assert torch.equal(other.most_blocks()[:2], of_kernels.edges.most[:2]) == ("window" in scores)
+    # the short window's blocks are all in this chunk
+    assert torch.equal(other.most_blocks()[:2], of_kernels.edges.most[:2]) == (scores.get("window") == 40)
 
 
 # float32 has no such number below 1
