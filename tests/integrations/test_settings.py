@@ -177,7 +177,7 @@ def test_settings_print_as_they_are_written():
 def test_an_unknown_keyword_is_told_all_that_there_are(model):
     own = ", ".join(METHODS["hybrid"].defaults)
     message = f"method 'hybrid' takes the options {own}; got 'gama'; other keywords: method, "
-    with pytest.raises(TypeError, match=f"^{message}.*dense_layers, collect_stats, collect_masks, max_calls$"):
+    with pytest.raises(TypeError, match=f"^{message}.*dense_layers, collect_stats, collect_masks, max_calls, prompt_len$"):
         flexmask_hf.sparse_prefill(model, gama=0.9)
 
 
