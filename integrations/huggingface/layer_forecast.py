@@ -35,9 +35,8 @@ class LayerForecast(NamedTuple):
     """What a prompt would do in one layer."""
 
     layer: int
-    outcome: (
-        str  # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
-    )
+    # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
+    outcome: str
     reason: str  # for another outcome than sparse
     # None without an attention call
     heads: int | None = None
