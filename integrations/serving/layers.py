@@ -105,8 +105,7 @@ def attend_chunk(
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
     (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer; `prompt_len` is that of
-    `flexmask.sparse_attention`. The output is (rows, num_heads,
-    v_head_dim).
+    `flexmask.sparse_attention`, without effect up to `tokens`. The output is (rows, num_heads, v_head_dim).
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]

@@ -86,7 +86,7 @@ class SGLangEngine(Engine):
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
-        self.prompt_lens: dict[str, int] = {}  # tokens to prefill of the requests of a batch, by id
+        self.prompt_lens: dict[str, int] = {}  # tokens of the prompts of a batch, by the request's id
         self.counted: StepSplit | None = None  # of a step that is counted: dummy ones, before the first request, are not
         # it makes the plan of a batch's slots, which stock kernels read
         self._translator = runner.kv_index_translator
