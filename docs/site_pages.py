@@ -23,6 +23,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "bench/FIDELITY.md",
     "bench/EARLIER.md",
+    "bench/HYBRID_ABLATIONS.md",
     "bench/LEADERBOARD.md",
     "bench/README.md",
     "bench/REPORT.md",
