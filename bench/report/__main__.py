@@ -30,12 +30,11 @@ from bench.report.rows import FOLDER
 ROOT = Path(__file__).parents[2]
 FILLED = (
     "README.md",
-    "docs/options.md",
     "docs/performance.md",
     "docs/serving.md",
     "docs/serving-measurements.md",
     "bench/FIDELITY.md",
-    "bench/EARLIER.md",
+    "bench/archive/EARLIER.md",
     "bench/HYBRID_ABLATIONS.md",
     "bench/REPORT.md",
     "bench/LEADERBOARD.md",

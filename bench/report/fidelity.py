@@ -1,4 +1,4 @@
-"""Tables of EARLIER.md, of docs/options.md and of equal error, and a figure."""
+"""Tables of archive/EARLIER.md and of equal error, and a figure."""
 
 from __future__ import annotations
 
@@ -73,17 +73,6 @@ def stretched(folder: Path = FOLDER) -> list[str]:
     return _against_others("tokens", {thousands(length): (length, DEFAULT) for length in (65536, 131072)}, folder, yarn=16)
 
 
-def gammas(folder: Path = FOLDER) -> list[str]:
-    """Density and error of hybrid by length and gamma."""
-    cells = []
-    for length in LENGTHS:
-        rows = language_model(length, folder)
-        means = [hybrid_at(rows, at_gamma(gamma))[["density", "abs_d"]].mean() for gamma in GAMMAS[1:]]
-        change = f"{hybrid_at(rows)['d_loss'].mean():+.3f}"
-        cells.append([thousands(length), *(f"{percent(each['density'])}, {each['abs_d']:.3f}" for each in means), change])
-    return markdown_table(["tokens", *(f"gamma {gamma}" for gamma in GAMMAS[1:]), "change of the loss at 0.9"], cells)
-
-
 def gains(folder: Path = FOLDER) -> list[str]:
     """Calls at equal error: hybrid's default setting, and flexprefill at the error that it has."""
     cells, calls = [], call_rows(folder)
@@ -122,4 +111,4 @@ def draw_by_density(axes: Any, folder: Path = FOLDER, **of_model: Any) -> None:
     axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
-TABLES = {"settings": settings, "gammas": gammas, "by-length": by_length, "stretched": stretched, "gains": gains}
+TABLES = {"settings": settings, "by-length": by_length, "stretched": stretched, "gains": gains}

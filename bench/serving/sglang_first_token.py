@@ -26,7 +26,7 @@ from bench.rows import Sheet
 from bench.serving import first_token
 from bench.speed.clock import device_name
 
-# of hybrid at gamma 0.9 on SmolLM2 (bench/EARLIER.md), by tokens; shorter and longer prompts take the nearest length's
+# of hybrid at gamma 0.9 on SmolLM2 (bench/archive/EARLIER.md), by tokens; shorter and longer prompts take the nearest length's
 OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
 BLOCK = 128
 STOCK, HYBRID = "stock", "hybrid"
