@@ -117,4 +117,5 @@ TABLES: dict[str, Callable[[Path], list[str]]] = {
     "answers-against-hybrid": partial(by_task, against="hybrid 0.9", chosen=OTHERS, figures=("points", "dlp")),
     "answers-chunks": partial(by_task, chunk=8192),
     "answers-64k": partial(by_task, length=65536),
+    "answers-64k-chunks": partial(by_task, length=65536, chunk=8192),
 }

@@ -47,7 +47,7 @@ def models(folder: Path = FOLDER) -> list[str]:
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, 8192), _NEWEST), served],
         ["the same, whole", "vLLM 0.26", *_gains(vllm(folder), _ENGINES), served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],
-        ["the same", "SGLang 0.5.16", *_gains(sglang(folder), _ENGINES), served],
+        ["the same", "SGLang 0.5.23, H200", *_gains(sglang(folder), _ENGINES), served],
         ["the same", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100"), _ENGINES), served],
         ["the same, FP8 cache", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100", "fa3, FP8 cache"), _ENGINES), served],
         ["the same", "transformers, random blocks", *_gains(transformers(folder), _MODELS), in_transformers],
