@@ -20,7 +20,8 @@ from flexmask.option_fields import count as count
 from flexmask.option_fields import read_fields
 from flexmask.option_fields import share as share
 from flexmask.option_fields import word as word
-from flexmask.select import prepare_selection, select_blocks
+from flexmask.prepared_selection import prepare_selection
+from flexmask.select import select_blocks
 from flexmask.selector import METHODS
 from flexmask.selector import Method as Method
 from flexmask.stats import STATISTICS, SelectionStats, stats_of

@@ -16,7 +16,8 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
-from flexmask.select import MOST_NUMBERS, PreparedSelection, prepare_selection, repeating, select_blocks
+from flexmask.prepared_selection import MOST_NUMBERS, PreparedSelection, prepare_selection, repeating
+from flexmask.select import select_blocks
 from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
 

@@ -20,7 +20,8 @@ from flexmask import METHODS, block_masks
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
-from flexmask.select import prepare_selection, select_blocks
+from flexmask.prepared_selection import prepare_selection
+from flexmask.select import select_blocks
 from flexmask.selector import Method, selector_of
 from flexmask.stats import STATISTICS
 from tests.drawn_options import attention_masks, q_offsets, score_options

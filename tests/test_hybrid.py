@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexmask import compilation, hybrid_mask, plain, select
+from flexmask import compilation, hybrid_mask, plain, prepared_selection
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import cut_into_blocks
 from flexmask.base.inputs import attention_inputs
@@ -159,7 +159,7 @@ def test_compiled_steps_get_the_length_of_the_prompt(monkeypatch):
     options = {"gamma": 0.95, "block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
     lengths = (None, 640, 6400, 2**62)
     expected = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]
-    for module in (compilation, select):
+    for module in (compilation, prepared_selection):
         monkeypatch.setattr(module, "runs_uncompiled", lambda query: False)
     monkeypatch.setattr(compilation, "compiled", lambda function, *_: function)
     found = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]

@@ -15,7 +15,8 @@ INDICES = (INDEX, "integrations.huggingface")
 # a folder or module imports from those before it only
 ORDER = (
     "_torch", "said", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
-    "stats", "users_mask", "option_fields", "selector", "dense_policy", "call_options", "select", "method", "block_masks",
+    "stats", "users_mask", "option_fields", "selector", "dense_policy", "call_options", "prepared_selection", "run_method",
+    "selection_operator", "select", "method", "block_masks",
     "attend", "plans", INDEX, "attention", "varlen", "warming", "json_settings", "layer_heads", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask
-from flexmask import select
+from flexmask import prepared_selection
 from flexmask.base import blocks
 from flexmask.base.scores import top_p, widest_float
 from tests.attention_calls import call
@@ -92,7 +92,7 @@ class NoFloat64(TorchDispatchMode):
 def test_selection_needs_no_float64_where_there_is_none(monkeypatch):
     found = {name: widest_float(torch.device(name)) for name in ("cpu", "cuda", "mps")}
     assert found == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
-    for module in (select, blocks):
+    for module in (prepared_selection, blocks):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 
     def selected(case):

@@ -19,7 +19,8 @@ from flexmask.call_options import DEFAULT_MASK_BYTES
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
-from flexmask.select import prepare_selection, select_blocks
+from flexmask.prepared_selection import prepare_selection
+from flexmask.select import select_blocks
 from flexmask.selector import selector_of
 
 BACKENDS = ("flash", "triton") if ON_GPU and flash_available() else ("triton",) if ON_GPU else ("cpu",)

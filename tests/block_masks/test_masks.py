@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import METHODS, select
+from flexmask import METHODS, prepared_selection
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
@@ -187,7 +187,7 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         stated = HEADS * METHODS[name].checked(128, {}).for_inputs(inputs).head_bytes(inputs)
         largest.nbytes = 0
         MASKS[name](query, key)
-    a_slice = 4 * max(select.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
+    a_slice = 4 * max(prepared_selection.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice) and largest.nbytes < TOKENS**2 / 8
 
 

@@ -21,7 +21,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable
-from flexmask.select import result_of
+from flexmask.run_method import result_of
 from tests.cases import Config
 
 # most entries of a small and of a medium pooled map

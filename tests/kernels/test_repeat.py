@@ -13,7 +13,8 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.integrations.serving.layers import LayerShape, attend_chunk, role_of_shape
 from flexmask.kernels import launch, repeat
-from flexmask.select import prepare_selection, repeating, select_blocks
+from flexmask.prepared_selection import prepare_selection, repeating
+from flexmask.select import select_blocks
 from flexmask.settings import PrefillSettings
 from tests.cases import Case, Config, by_kernels, structured_inputs
 from tests.comparisons import assert_equal_lists

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flexmask import block_masks, select
+from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.select import PreparedSelection
+from flexmask.prepared_selection import PreparedSelection, prepare_selection
+from flexmask.select import select_blocks
+from flexmask.selection_operator import as_one_operator
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, lower_thresholds, sparse_cases, structured_inputs
@@ -224,10 +226,10 @@ def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
     inputs = attention_inputs(query, key).with_offset()
     selector = Config(**EVERYTHING, method=method).selector
     with by_kernels():
-        prepared = select.prepare_selection(selector.for_inputs(inputs), inputs)
+        prepared = prepare_selection(selector.for_inputs(inputs), inputs)
         assert isinstance(prepared.selector_for_steps.gamma, float) and 0 < prepared.selector_for_steps.gamma < 1
-        found = select._as_one_operator(prepared, inputs, False, ())
-        expected = select.select_blocks(prepared, inputs)
+        found = as_one_operator(prepared, inputs, False, ())
+        expected = select_blocks(prepared, inputs)
     assert all(map(torch.equal, found.lists, expected.lists))
 
 
@@ -237,7 +239,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
         selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
-        found = select._as_one_operator(PreparedSelection(selector, selector, True), inputs, with_map, statistics)
+        found = as_one_operator(PreparedSelection(selector, selector, True), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]

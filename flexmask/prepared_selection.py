@@ -1,0 +1,105 @@
+"""The part of a selection that no layer's numbers change: options on the device, and the geometry of blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask import plain
+from flexmask._torch import HAS_TRITON, is_traced, keep_static, on_device
+from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.inputs import SparseInputs, without_autocast
+from flexmask.base.scores import widest_float
+from flexmask.base.visibility import BlockVisibility, Tokens
+from flexmask.compilation import runs_uncompiled
+from flexmask.selector import FittedMethod, Method
+
+if HAS_TRITON:
+    from flexmask import kernels
+    from flexmask.kernels.repeat import Repeats
+if TYPE_CHECKING:
+    from flexmask.kernels.visibility import Edges
+
+# float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
+MOST_NUMBERS = 2**27
+
+
+class PreparedSelection(NamedTuple):
+    """The part of a selection that no layer's numbers change."""
+
+    selector: FittedMethod
+    selector_for_steps: Method  # the same with options as its steps take them (`with_device_numbers`)
+    by_kernels: bool
+    rows: int | None = None  # of a slice, for a method in slices of rows
+    # the geometry, for kernels and for plain steps; None: computed with the selection
+    edges: Edges | None = None
+    cut: tuple[Tokens, BlockVisibility] | None = None
+    repeats: Repeats | None = None  # of the launches
+
+
+def prepare_selection(
+    selector: FittedMethod, inputs: SparseInputs, like: PreparedSelection | None = None, most_numbers: int | None = None
+) -> PreparedSelection:
+    """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
+    query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
+    with torch.no_grad(), without_autocast(query.device):
+        if is_traced() and by_kernels:
+            return PreparedSelection(selector, selector, True)
+        # a launch takes numbers as they are
+        for_steps = with_device_numbers(selector, query, keep_numbers=by_kernels)
+        if by_kernels:
+            edges = None if like is None else like.edges
+            return PreparedSelection(selector, for_steps, True, edges=edges or _edges(inputs, size))
+        numbers = selector.row_numbers(inputs.key.shape[2])
+        if numbers:
+            at_once = MOST_NUMBERS if most_numbers is None else most_numbers
+            rows = max(1, at_once // (query.shape[0] * query.shape[1] * numbers * size)) * size
+            if rows < query.shape[2]:
+                return PreparedSelection(selector, for_steps, False, rows)
+        cut = None if like is None else like.cut
+        # compiled steps compute the geometry in one graph with the rest
+        if cut is None and runs_uncompiled(query) and not is_traced():
+            cut = cut_into_blocks(inputs, size, plain).cut
+        return PreparedSelection(selector, for_steps, False, cut=cut)
+
+
+def _edges(inputs: SparseInputs, block_size: int) -> Edges:
+    with on_device(inputs.query.device):
+        return kernels.edges_of(inputs, block_size)
+
+
+def repeating(prepared: PreparedSelection) -> PreparedSelection:
+    """The same, which notes the launches of one selection and repeats them in later ones."""
+    return prepared._replace(repeats=Repeats()) if prepared.by_kernels and prepared.selector_for_steps.only_launches else prepared
+
+
+def with_device_numbers(selector: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
+    """The selector with numbers as tensors in `widest_float`, so that another value is not another compilation.
+
+    Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
+    """
+    options, tensors = selector.options, {}
+    floats = [] if keep_numbers else [name for name in selector.floats if options[name] is not None and options[name] != 0]
+    for name in (*floats, *selector.pairs, *selector.by_head):
+        value = options[name]
+        if keep_numbers and isinstance(value, float):
+            continue
+        if not isinstance(value, Tensor):
+            value = _written(query.device, value, (query.shape[1],) if name in selector.by_head else ())
+        if query.is_cuda and not keep_numbers and not is_traced():
+            keep_static(value)
+        tensors[name] = value
+    return selector.with_options(**tensors)
+
+
+def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
+    """A number, filled into `shape`, or a tuple of numbers; the host does not wait."""
+    dtype = widest_float(device)
+    if not isinstance(value, tuple):
+        return torch.full(shape, value, dtype=dtype, device=device)
+    if device.type == "cuda" and not is_traced() and not torch.cuda.is_current_stream_capturing():
+        return torch.tensor(value, dtype=dtype).to(device, non_blocking=True)
+    # a captured copy would read the host's memory again
+    return torch.stack([_written(device, part) for part in value])

@@ -1,0 +1,117 @@
+"""A method runs by kernels, which are launched, or in plain steps, which torch compiles on accelerators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask import plain
+from flexmask._torch import HAS_TRITON, computed_once, on_device
+from flexmask.base.blocks import BlockProblem, cut_into_blocks
+from flexmask.base.inputs import SparseInputs
+from flexmask.base.selection import Choice, Selection, block_lists
+from flexmask.compilation import run_compiled
+from flexmask.prepared_selection import PreparedSelection
+from flexmask.selector import Method
+from flexmask.stats import FROM_LISTS, computed
+
+if HAS_TRITON:
+    from flexmask import kernels
+
+
+def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+    """Run a method by kernels."""
+    size = prepared.selector_for_steps.block_size
+    wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
+    with on_device(inputs.query.device):
+        edges = prepared.edges or kernels.edges_of(inputs, size)
+        problem = BlockProblem(inputs, size, kernels, wants_map, edges)
+        if prepared.repeats is None or wants_map or statistics:
+            return result_of(problem, prepared.selector_for_steps, statistics)
+        lists = prepared.repeats.lists(inputs, lambda: result_of(problem, prepared.selector_for_steps, ()).lists)
+        return Selection(lists, None, {}, size)
+
+
+def run_plain(
+    prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None
+) -> Selection:
+    """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
+    selector, size = prepared.selector_for_steps, prepared.selector_for_steps.block_size
+    if prepared.cut is not None:
+        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), selector, statistics)
+    if selector.is_users:
+        return plain_result(inputs, size, selector, statistics, end)
+    fixed = tuple([(name, value) for name, value in selector.options.items() if not isinstance(value, Tensor)])
+    return run_compiled(plain_result, (selector.name, fixed, statistics), inputs, size, selector, statistics, end)
+
+
+def run_in_slices(prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
+    """As `run_plain`, of some query rows at a time."""
+    query, q_len, first, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
+    assert rows is not None
+    if first is None:
+        first = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
+    maps = []
+    for start in range(0, q_len, rows):
+        part = inputs.with_fields(query=query[:, :, start : start + rows], offset=first + start)
+        keep = run_plain(prepared, part, (), first + q_len).keep
+        assert keep is not None
+        maps.append(keep)
+    # lists and statistics of the whole map
+    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.selector_for_steps.block_size)
+    return run_compiled(plain_result, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
+
+
+@dataclass(frozen=True, eq=False)
+class MapOfSlices(Method):
+    """The blocks that slices of rows have chosen."""
+
+    kept: Tensor
+
+    def select(self, problem: BlockProblem) -> Choice:
+        return from_map(problem, self.kept)
+
+
+def plain_result(
+    inputs: SparseInputs, block_size: int, selector: Method, statistics: tuple[str, ...], end: Tensor | None
+) -> Selection:
+    """As torch compiles it."""
+    return result_of(cut_into_blocks(inputs, block_size, plain, end), selector, statistics)
+
+
+def result_of(problem: BlockProblem, selector: Method, statistics: tuple[str, ...]) -> Selection:
+    """Run a method, and compute the wanted statistics."""
+    choice = selector.select(problem)
+    if not isinstance(choice, Choice):
+        _check_map(choice, f"method {selector.name} must give", problem)
+        choice = from_map(problem, choice)
+    return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
+
+
+def _check_map(kept: Any, must_give: str, problem: BlockProblem) -> None:
+    """Refuse what is no map of kept blocks of this problem."""
+    if kept is None:
+        return
+    if not isinstance(kept, Tensor):
+        raise TypeError(f"{must_give} a bool tensor of kept blocks, or None; got {type(kept).__name__}")
+    if kept.dtype != torch.bool:
+        raise TypeError(f"{must_give} kept blocks as bool; got {kept.dtype}")
+    (batch, num_heads), visible = problem.inputs.query.shape[:2], problem.visible
+    fits = kept.dim() == 4 and kept.shape[2:] == visible.shape[2:]
+    if not fits or kept.shape[0] not in (1, batch) or kept.shape[1] not in (1, num_heads):
+        expected = f"({batch} or 1, {num_heads} or 1, {visible.shape[2]}, {visible.shape[3]})"
+        layout = "(batch, num_heads, num_q_blocks, num_kv_blocks)"
+        raise ValueError(f"{must_give} kept blocks of {layout} = {expected}; got {tuple(kept.shape)}")
+    if kept.device != visible.device:
+        raise ValueError(f"{must_give} kept blocks on query's device {visible.device}; got {kept.device}")
+
+
+def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
+    """The choice of a map of kept blocks; None: every visible block."""
+    # written to memory: both lists must come from the same floats
+    limited = problem.visible if kept is None else computed_once((kept | problem.own) & problem.visible)
+    limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
+    return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)

@@ -1,0 +1,88 @@
+"""A selection by kernels as an operator, which graphs of torch.compile hold apart from flex_attention (docs/design.md)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.selection import BlockLists, Selection
+from flexmask.base.visibility import num_blocks
+from flexmask.prepared_selection import PreparedSelection, with_device_numbers
+from flexmask.run_method import run_kernels, run_plain
+from flexmask.selector import METHODS, FittedMethod
+from flexmask.stats import empty
+
+
+def as_one_operator(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+    """As `run_kernels`, traced."""
+    selector = prepared.selector
+    # a plan that was made before the compilation has numbers
+    for_steps = with_device_numbers(selector, inputs.query, keep_numbers=False)
+    given = {name: value for name, value in for_steps.options.items() if value is not None}
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    words = {name: value for name, value in given.items() if isinstance(value, str)}
+    # floats that stayed numbers are 0
+    integers = {name: int(value) for name, value in given.items() if name not in tensors and name not in words}
+    outputs = selection_operator(
+        inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
+        inputs.prompt_len, selector.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()),
+        list(words.values()), list(integers.values()), with_map, list(statistics),
+    )  # fmt: skip
+    stats = dict(zip(statistics, outputs[5:], strict=True))
+    return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size)
+
+
+@torch.library.custom_op(
+    "flexmask::select",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, float scale, float? softcap, SymInt? window, Tensor? attention_mask, Tensor? offset, "
+    "SymInt? prompt_len, str method, SymInt block_size, str[] names, Tensor[] tensors, str[] words, SymInt[] integers, "
+    "bool with_map, str[] statistics) -> Tensor[]",
+)
+def selection_operator(
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    attention_mask: Tensor | None,
+    offset: Tensor | None,
+    prompt_len: int | None,
+    method: str,
+    block_size: int,
+    names: list[str],
+    tensors: list[Tensor],
+    words: list[str],
+    integers: list[int],
+    with_map: bool,
+    statistics: list[str],
+) -> list[Tensor]:
+    """`run_kernels` as an operator; options that `names` lacks, those of tensors, words and integers, are None."""
+    given = zip(names, [*tensors, *words, *integers], strict=True)
+    options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
+    geometry = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, prompt_len=prompt_len)
+    inputs = geometry.with_offset()
+    made, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
+    prepared = PreparedSelection(FittedMethod(made), made, made.runs_kernels(query))
+    selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)
+    keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
+    return [*selection.lists, keep, *selection.stats.values()]
+
+
+_OPERATOR = inspect.signature(selection_operator._init_fn)
+
+
+@selection_operator.register_fake
+def _(*arguments: Any) -> list[Tensor]:
+    by_name = _OPERATOR.bind(*arguments).arguments
+    query, key, block_size = by_name["query"], by_name["key"], by_name["block_size"]
+    rows = (*query.shape[:2], num_blocks(query.shape[2], block_size))
+    blocks = (*rows, num_blocks(key.shape[2], block_size))
+    shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2
+    shapes.append((blocks if by_name["with_map"] else (0,), torch.bool))
+    tensors = [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
+    return [*tensors, *empty(by_name["statistics"], query.new_empty(query.shape[:2]))]
