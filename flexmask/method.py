@@ -171,16 +171,24 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     function = cast(Any, choose)
     function.__defaults__ = tuple(_plain(x) for x in function.__defaults__ or ()) or None
     function.__kwdefaults__ = {name: _plain(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
+    name = choose.__name__.removesuffix("_mask")
     body = {
         "select": lambda self, problem: choose(problem, **self.options),
+        # a module has the generator under its name, but not the class
+        "__reduce__": lambda self: (_unpickled, (generator, vars(self))),
         "__module__": choose.__module__,
-        "__qualname__": choose.__qualname__,
+        "__qualname__": choose.__qualname__.removesuffix("_mask"),
         "__doc__": inspect.getdoc(choose),
     }
-    cls = make_dataclass(choose.__name__, options, bases=(Method,), namespace=body, frozen=True, eq=False)
+    cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)
     for each, (_, _, option) in zip(declared, options, strict=True):
         option.type = each.annotation  # as written, for help()
-    return mask_function(choose.__name__.removesuffix("_mask"), cls)
+    generator = mask_function(name, cls)
+    return generator
+
+
+def _unpickled(generator: MaskFunction, values: dict[str, Any]) -> Method:
+    return generator.method.unchecked(**values)
 
 
 def _plain(default: Any) -> Any:

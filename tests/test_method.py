@@ -2,15 +2,17 @@
 
 import functools
 import inspect
+import pickle
 from dataclasses import FrozenInstanceError, dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from flexmask import METHODS
+from flexmask import METHODS, plan
 from flexmask.block_masks.hybrid import Hybrid
 from flexmask.method import BlockProblem, Method, count, mask_function, method, share
+from flexmask.settings import PrefillSettings
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
 
@@ -95,6 +97,24 @@ def test_options_come_by_position_or_by_name():
         every_nth_mask(query, query, 3, 4)
     with pytest.raises(TypeError, match="every_nth_mask got n twice, by position and by name"):
         every_nth_mask(query, query, 3, n=4)
+
+
+@pytest.mark.parametrize("name", [*METHODS, *OWN])
+def test_methods_pickle_and_print(name):
+    made = METHODS[name](block_size=64)
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is METHODS[name] and vars(again) == vars(made) and repr(again) == repr(made)
+    printed = repr(made).split("(")[0]
+    assert printed.replace("_", "").lower() == name.replace("_", "")
+
+
+def test_what_holds_a_method_pickles():
+    settings = PrefillSettings("moa", plan=(64, 0.5), layers={1: {"sink_blocks": 2}})
+    again = pickle.loads(pickle.dumps(settings))
+    assert again == settings and again.selector(1).options == {"plan": (64, 0.5), "sink_blocks": 2}
+    tensors = [torch.randn(1, 2, 64, 16) for _ in range(3)]
+    made = plan(*tensors, "streaming_llm", block_size=16, sink_blocks=1, window_blocks=1, dense_below=0)
+    assert torch.equal(pickle.loads(pickle.dumps(made)).run(*tensors), made.run(*tensors))
 
 
 def test_a_name_belongs_to_one_function():
