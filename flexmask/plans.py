@@ -30,7 +30,7 @@ class GroupPlan(NamedTuple):
     dense: tuple[bool, ...]  # by key head: served by dense attention, as known before any mask is made
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The geometry, call options, backend and groups of heads of attention calls; no layer's numbers. From `flexmask.plan`.
 
@@ -49,6 +49,12 @@ class Plan:
     most_kept: float | None = None  # density above which dense attention serves another key head, too
     offset: Tensor | None = None  # of `SparseInputs`
     absent: Tensor | None = None  # keys that are no tokens, (batch, 1, kv_len, 1) bool
+
+    def __repr__(self) -> str:
+        method = f"{self.groups[0].selection.selector.name}, " if self.groups else ""
+        query, key = tuple(self.inputs.query.shape), tuple(self.inputs.key.shape)
+        dense = "" if self.reason is None else f", dense: {self.reason}"
+        return f"Plan({method}query {query}, key {key}, backend {self.backend.name!r}{dense})"
 
     def run(self, query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, return_stats: bool = False) -> Any:
         """Select and attend, as `flexmask.sparse_attention` does with the arguments of the plan.

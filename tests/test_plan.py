@@ -81,6 +81,13 @@ def test_keeps_no_tensor_of_a_layer():
     assert made.run(*layer()).shape == (2, 4, 129, 16)
 
 
+def test_prints_its_shapes_and_why_it_runs_dense():
+    query, key, value = layer(63, 200)
+    shapes = "query (2, 4, 63, 16), key (2, 2, 200, 16), backend 'cpu'"
+    assert repr(plan(query, key, value, **OPTIONS)) == f"Plan(hybrid, {shapes})"
+    assert repr(plan(query, key, value)) == f"Plan({shapes}, dense: 200 tokens < dense_below 16384)"
+
+
 def test_autocast_of_the_run_gives_the_planned_dtype():
     tensors = layer()
     with torch.autocast("cpu", torch.bfloat16):
