@@ -44,7 +44,7 @@ def test_equals_the_oracle():
 
 def test_the_constants_are_those_of_the_text():
     """docs/algorithm.md has them as numbers; the oracle reads the product's."""
-    assert hybrid_rule() == Rule(rows=32, last_rows=80, halvings=6, slack=1 / 64)
+    assert hybrid_rule() == Rule(row_multiple=32, last_row_multiple=80, halvings=6, slack=1 / 64)
 
 
 def test_a_key_block_that_one_of_the_last_rows_attends_to_is_kept_by_all():
@@ -127,7 +127,7 @@ def test_shares_are_of_the_blocks_that_the_widest_query_block_sees(gamma, window
     padding[1, :130] = False
     inputs = attention_inputs(query, query, attention_mask=padding, window=window).with_offset()
     problem = cut_into_blocks(inputs, 16, plain)
-    found = hybrid.plain.even_shares(problem, problem.as_tensor(gamma, (1,)))
+    found = hybrid.plain.threshold_unit(problem, problem.as_tensor(gamma, (1,)))
     most = (20, 12) if window is None else (8, 8)
     torch.testing.assert_close(found[:, 0].tolist(), [(1 - gamma) / number for number in most])
 
@@ -142,7 +142,7 @@ def test_a_chunk_s_shares_are_those_of_its_prompt(rows, tokens, window):
         mask = padding[:, : k.shape[2]]
         inputs = attention_inputs(q, k, attention_mask=mask, window=window, prompt_len=prompt_len).with_offset()
         problem = cut_into_blocks(inputs, 16, plain)
-        shares.append(hybrid.plain.even_shares(problem, problem.as_tensor(0.9, (1,))))
+        shares.append(hybrid.plain.threshold_unit(problem, problem.as_tensor(0.9, (1,))))
     assert torch.equal(*shares)
 
 

@@ -46,7 +46,7 @@ class Ablation(Hybrid):
     def select(self, problem: BlockProblem) -> Choice:
         steps: Any = kernels if problem.by_kernels else plain
         last = problem.steps.representative_mass(problem, "last")
-        key_blocks = steps.key_blocks(problem, last, self.gamma_of(problem), RULE.last_rows)
+        key_blocks = steps.key_blocks(problem, last, self.gamma_of(problem), RULE.last_row_multiple)
         own = self.own_blocks(problem) & problem.visible
         blocks = Blocks((own.to(torch.int8) if problem.by_kernels else own).contiguous())
         nearest, dense_rows = num_blocks(self.min_budget, problem.block_size), last if self.last_rows_dense else None
@@ -70,7 +70,7 @@ class UnionWithFlexPrefill(Ablation):
     def own_blocks(self, problem: BlockProblem) -> Tensor:
         steps: Any = kernels if problem.by_kernels else plain
         gamma = self.gamma_of(problem)
-        own = steps.row_blocks(problem, self.row_stride, gamma, RULE.rows, self.min_coverage).blocks.chosen.bool()
+        own = steps.row_blocks(problem, self.row_stride, gamma, RULE.row_multiple, self.min_coverage).blocks.chosen.bool()
         options = {"gamma": float(self.other), "tau": float(self.tau), "min_budget": 256}
         theirs = FlexPrefill.unchecked(block_size=problem.block_size, **{**FlexPrefill.defaults, **options})
         kept = theirs.select(replace(problem, with_map=True)).keep
@@ -116,7 +116,7 @@ class SharedByKeyHead(Ablation):
         of_key = evidence.square().unflatten(1, (key_heads, per_key)).mean(2).sqrt()
         # one gamma for all heads
         gamma = problem.as_tensor(self.gamma, (evidence.shape[1],))[:1].expand(key_heads)
-        thresholds = (RULE.rows * plain.even_shares(problem, gamma))[..., None, None]
+        thresholds = (RULE.row_multiple * plain.threshold_unit(problem, gamma))[..., None, None]
         least = torch.tensor(float(self.min_coverage), device=evidence.device)
         return plain.more_blocks(problem, of_key, thresholds, least).repeat_interleave(per_key, 1)
 

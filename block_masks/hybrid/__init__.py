@@ -98,17 +98,17 @@ class Hybrid(Method):
 
         # the last rows: true attention, and the key blocks kept of it
         last = shared.representative_mass(problem, "last")
-        key_blocks = steps.key_blocks(problem, last, self.gamma, RULE.last_rows)
+        key_blocks = steps.key_blocks(problem, last, self.gamma, RULE.last_row_multiple)
 
         # all rows: attention to key means, and the blocks kept of it
-        rows = steps.row_blocks(problem, self.row_stride, self.gamma, RULE.rows, self.min_coverage)
+        row_choice = steps.row_blocks(problem, self.row_stride, self.gamma, RULE.row_multiple, self.min_coverage)
 
-        lists, keep = shared.kept_blocks(problem, key_blocks, rows.blocks, nearest, last if self.last_rows_dense else None)
+        lists, keep = shared.kept_blocks(problem, key_blocks, row_choice.blocks, nearest, last if self.last_rows_dense else None)
         covered: list[Tensor] = []
 
         def row_coverage(keep: Tensor, which: int) -> Tensor:
             if not covered:
-                covered.extend(rows.coverage(keep))
+                covered.extend(row_choice.coverage(keep))
             return covered[which]
 
         return Choice(

@@ -25,7 +25,7 @@ _COLUMNS = 512  # key blocks at a time
 
 @triton.jit
 def _least(gamma, gamma_bits, most, head, batch, MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr):
-    """The threshold of a head, float64: `MULTIPLE` shares, as `flexmask.block_masks.hybrid.plain.even_shares`."""
+    """The threshold of a head, float64: `MULTIPLE` times `flexmask.block_masks.hybrid.plain.threshold_unit`."""
     # Triton takes a number of Python as float32
     left = tl.full([], 1.0, tl.float64)
     left -= tl.load(gamma + head) if BY_HEAD else gamma_bits.to(tl.int64).to(tl.float64, bitcast=True)

@@ -26,23 +26,23 @@ class Rule(NamedTuple):
     """The constants of the method: multiples of `even_shares`. bench/HYBRID_ABLATIONS.md has how they were chosen."""
 
     # of a query block's root mean square attention to key means that keeps a key block there
-    rows: float = 32
+    row_multiple: float = 32
     # of one of the last rows' attention that keeps a key block for all query blocks
-    last_rows: float = 80
+    last_row_multiple: float = 80
 
 
-def even_shares(problem: BlockProblem, gamma: Tensor) -> Tensor:
-    """``1 - gamma`` of what each of N equal blocks gets, N = `BlockProblem.most_blocks`, (batch or 1, num_heads)."""
+def threshold_unit(problem: BlockProblem, gamma: Tensor) -> Tensor:
+    """``(1 - gamma) / N``, of which thresholds are multiples; N = `BlockProblem.most_blocks`. (batch or 1, num_heads)."""
     return (1 - gamma) / problem.most_blocks().unsqueeze(-1).clamp(min=1)
 
 
 def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:
-    """Key blocks to which one of the last rows gives at least `multiple` shares, (1, batch, num_heads, num_kv_blocks) bool.
+    """Key blocks to which one of the last rows gives at least `multiple` units, (1, batch, num_heads, num_kv_blocks) bool.
 
     NaN reaches every threshold.
     """
     largest = torch.where(last.rows.valid[:, None, :, None], last.lines.by_row, 0.0).amax(2)
-    least = (multiple * even_shares(problem, gamma)).float()
+    least = (multiple * threshold_unit(problem, gamma)).float()
     return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.seen)[0].unsqueeze(1)).unsqueeze(0)
 
 
@@ -84,9 +84,9 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: Number) -> RowChoice:
-    """The key blocks whose evidence reaches `multiple` shares, with `more_blocks`; NaN reaches every threshold."""
+    """The key blocks whose evidence reaches `multiple` units, with `more_blocks`; NaN reaches every threshold."""
     evidence = row_evidence(problem, row_stride)
-    share, thresholds = evidence.root_mean_square, (multiple * even_shares(problem, gamma))[..., None, None]
+    share, thresholds = evidence.root_mean_square, (multiple * threshold_unit(problem, gamma))[..., None, None]
     chosen = ~(share < thresholds.float())
     if not is_off(min_coverage):
         chosen = more_blocks(problem, share, thresholds, problem.as_tensor(min_coverage).to(share.dtype))

@@ -20,8 +20,8 @@ from tests.oracle.visibility import Block, Visibility
 class Rule(NamedTuple):
     """The constants of the rule, the first two in even shares."""
 
-    rows: float
-    last_rows: float
+    row_multiple: float
+    last_row_multiple: float
     halvings: int
     slack: float
 
@@ -38,14 +38,14 @@ def hybrid_selection(
 
     # the most that one of the rows gives to each key block
     largest = torch.stack([steps.by_block(row, seen.block_size) for row in attention]).amax(0)
-    key_blocks = [j for j in seen.key_blocks if largest[j] >= rule.last_rows * share]
+    key_blocks = [j for j in seen.key_blocks if largest[j] >= rule.last_row_multiple * share]
 
     shares = row_shares(head, steps.block_means(head.key, seen), seen, row_stride)
     evidence = torch.stack([rows.square().mean(0).sqrt() for rows in shares])
     of_rows, doubts = set[Block](), []
     for r in range(seen.num_q_blocks):
         own = {j: float(evidence[r, j]) for j in seen.blocks_of(r)}
-        chosen, doubt = blocks_of_rows(own, rule.rows * share, min_coverage, rule)
+        chosen, doubt = blocks_of_rows(own, rule.row_multiple * share, min_coverage, rule)
         of_rows |= {(r, j) for j in chosen}
         doubts.append(doubt)
 
@@ -58,8 +58,8 @@ def hybrid_selection(
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
     coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": min(sampled, default=math.nan)}
-    decided = [relative(float(largest[j]), rule.last_rows * share) for j in seen.key_blocks]
-    decided += [relative(float(evidence[r, j]), rule.rows * share) for r, j in seen.visible_blocks] + doubts
+    decided = [relative(float(largest[j]), rule.last_row_multiple * share) for j in seen.key_blocks]
+    decided += [relative(float(evidence[r, j]), rule.row_multiple * share) for r, j in seen.visible_blocks] + doubts
     margin = min(decided, default=math.inf) if gamma < 1 else math.inf
     return mask._replace(vertical=largest, margin=margin, num_vertical_blocks=len(key_blocks), **coverages)
 
