@@ -84,7 +84,7 @@ class MInference(Method):
         diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
         return extended_lines(keys, diagonals, problem.seen)
 
-    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         return map_bytes(inputs, self.block_size, LAST_ROWS)
 
 

@@ -117,7 +117,7 @@ class Published(Method):
             if value is not None:
                 raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")
 
-    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         # sums by offset take int64 indices
         return plain_bytes(inputs, self.block_size, 72 if self.tau > 0 else 56, 32)
 

@@ -57,7 +57,7 @@ class VerticalSlash(Method):
         slash = rank[1] < -(-self.slash_size // size)
         return extended_lines(vertical, slash, problem.seen)
 
-    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         return map_bytes(inputs, self.block_size, self.block_size)
 
 

@@ -36,9 +36,9 @@ class DensePolicy(NamedTuple):
             return f"{q_len} rows < {self.least_rows}"
         return None
 
-    def by_selection(self, keeps_all: list[bool]) -> str | None:
+    def by_selection(self, keeps_every_block: list[bool]) -> str | None:
         """Reason why a selection has nothing to drop, if it has none."""
-        return "every head keeps every block" if self.dense_below > 0 and all(keeps_all) else None
+        return "every head keeps every block" if self.dense_below > 0 and all(keeps_every_block) else None
 
     def by_layer(self, layer: int, window: int | None) -> str | None:
         """Reason why a layer runs dense at any length, if it does."""

@@ -108,7 +108,7 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
             prompt_len=prompt_len,
         ).with_offset()
         selector = cls.checked(block_size, options).for_inputs(inputs)
-        needed = query.shape[0] * query.shape[1] * selector.head_bytes(inputs)
+        needed = query.shape[0] * query.shape[1] * selector.peak_bytes_per_head(inputs)
         if needed > _LARGEST_MASK_BYTES:
             raise ValueError(
                 f"query and key must need a mask of at most {_LARGEST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "

@@ -185,17 +185,17 @@ def plan_call(
     Otherwise plan groups; key heads that keep every block run dense.
     """
     policy, num_heads, num_kv_heads = call_options.policy, inputs.query.shape[1], inputs.key.shape[1]
-    per_key, keeps_all = num_heads // num_kv_heads, selector.keeps_all(num_heads)
+    per_key, keeps_every_block = num_heads // num_kv_heads, selector.keeps_every_block_by_head(num_heads)
     is_causal = has_causal_kernel(inputs)
     fits = policy.dense_below > 0 and not return_lse and is_causal
     reason = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
     if reason is None and layer is not None:
-        reason = policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_all)
+        reason = policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_every_block)
         if reason is not None and not is_causal:
             causal = METHODS["causal"].checked(selector.block_size, {}).for_inputs(inputs)
             return _in_groups(inputs, causal, call_options, reason, return_lse, (False,) * num_kv_heads)
     if reason is None and fits:
-        reason = policy.by_selection(keeps_all)
+        reason = policy.by_selection(keeps_every_block)
     if reason is not None:
         return dense_plan(inputs, selector.block_size, call_options, reason, return_lse, lists_only=not selector.is_users)
     # in a surrounding compilation nothing orders what empties lists before what reads them
@@ -203,7 +203,7 @@ def plan_call(
         return _in_groups(inputs, selector, call_options, None, return_lse, (False,) * num_kv_heads)
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
     reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.is_users
-    dense = tuple([all(keeps_all[head : head + per_key]) for head in range(0, num_heads, per_key)])
+    dense = tuple([all(keeps_every_block[head : head + per_key]) for head in range(0, num_heads, per_key)])
     most_kept = CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
     return _in_groups(inputs, selector, call_options, None, return_lse, dense, most_kept)
 
@@ -240,6 +240,6 @@ def _in_groups(
     plans: list[GroupPlan] = []
     for group in groups:
         like = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
-        prepared = prepare_selection(selector.of_heads(group.query), whole.of_heads(group), like, most_numbers)
+        prepared = prepare_selection(selector.slice_heads(group.query), whole.of_heads(group), like, most_numbers)
         plans.append(GroupPlan(group, prepared, dense[group.key]))
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())

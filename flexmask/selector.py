@@ -96,7 +96,7 @@ class Method:
         """True if a head with these options, numbers by head its own, keeps all its blocks."""
         return False
 
-    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Bytes of one head's mask while it is made."""
         return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers(inputs.key.shape[2])
 
@@ -144,15 +144,15 @@ class Method:
         by_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
         return len(by_head[0]) if by_head else None
 
-    def of_heads(self: _Method, heads: slice) -> _Method:
-        """The same for some heads, of options that fit all."""
+    def slice_heads(self: _Method, heads: slice) -> _Method:
+        """The method with the numbers of some heads, of options that fit all."""
         by_head = {name: getattr(self, name) for name in (*self.by_head, *self.pairs)}
         return self.with_options(
             **{name: x[heads] for name, x in by_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
         )
 
-    def for_heads(self: _Method, query: Tensor) -> _Method:
-        """The same with numbers by head compared with the heads of `query`, of which no value is read."""
+    def fit_to_heads(self: _Method, query: Tensor) -> _Method:
+        """The method with its numbers by head checked against those of `query`, of which no value is read."""
         filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.by_head}, query.shape[1]
         for name, default in self.pairs.items():
             pairs = getattr(self, name)
@@ -161,7 +161,7 @@ class Method:
 
     def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
         """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
-        fitted = self.for_heads(inputs.query)
+        fitted = self.fit_to_heads(inputs.query)
         fitted.check_call(inputs)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
         if self.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
@@ -171,7 +171,7 @@ class Method:
             )
         return cast("FittedMethod", fitted)
 
-    def keeps_all(self, num_heads: int) -> list[bool]:
+    def keeps_every_block_by_head(self, num_heads: int) -> list[bool]:
         """For each query head: it keeps all its blocks. Reads no tensor."""
         by_head = {name: x for name in self.by_head if isinstance(x := getattr(self, name), (tuple, Tensor))}
         if any(isinstance(x, Tensor) for x in by_head.values()):
@@ -183,11 +183,13 @@ class Method:
 
     def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
         """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
-        return head_groups(inputs.query, inputs.key, max_mask_bytes // self.head_bytes(inputs), self.heads_decide_together)
+        return head_groups(
+            inputs.query, inputs.key, max_mask_bytes // self.peak_bytes_per_head(inputs), self.heads_decide_together
+        )
 
-    def head_bytes(self, inputs: AttentionInputs) -> int:
+    def peak_bytes_per_head(self, inputs: AttentionInputs) -> int:
         """Bytes of one head's mask in one batch row while it is made, or listed for FLASH."""
-        needed = self.bytes_of_head(inputs, self.runs_kernels(inputs.query))
+        needed = self.selection_bytes(inputs, self.runs_kernels(inputs.query))
         return max(needed, tiled_list_bytes(inputs, self.block_size))
 
     def runs_kernels(self, query: Tensor) -> bool:

@@ -214,7 +214,7 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
 def with_heads(selector: Method, num_heads: int, where: str = "") -> Method:
     """The selector with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
     try:
-        return selector.for_heads(torch.empty(()).expand(1, num_heads, 1, 1))
+        return selector.fit_to_heads(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 

@@ -124,17 +124,17 @@ def test_numbers_by_head_are_copied_and_compared_with_the_heads():
     with pytest.raises(ValueError, match="gamma must hold one number for each of query's 4 heads; got 2 numbers"):
         selector.for_inputs(attention_inputs(query, key))
     of_two = selector.for_inputs(attention_inputs(query[:, :2], key))
-    assert of_two.keeps_all(2) == [False, False]
+    assert of_two.keeps_every_block_by_head(2) == [False, False]
     with_one = selector_of("hybrid", 128, {"gamma": (0.5, 1)})
-    assert with_one.keeps_all(2) == [False, True]
+    assert with_one.keeps_every_block_by_head(2) == [False, True]
 
 
 @pytest.mark.parametrize("method", ["hybrid", "flexprefill"])
 def test_only_a_gamma_of_one_keeps_every_block(method):
     inputs = attention_inputs(torch.zeros(1, 4, 32, 16), torch.zeros(1, 2, 32, 16))
     by_head = selector_of(method, 128, {"gamma": (1 - 1e-9, 1, 0.99, 1.0)}).for_inputs(inputs)
-    assert by_head.keeps_all(4) == [False, True, False, True]
-    assert selector_of(method, 128, {"gamma": 1 - 1e-9}).keeps_all(4) == [False] * 4
+    assert by_head.keeps_every_block_by_head(4) == [False, True, False, True]
+    assert selector_of(method, 128, {"gamma": 1 - 1e-9}).keeps_every_block_by_head(4) == [False] * 4
 
 
 def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():

@@ -80,7 +80,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     kept, of = 0.0, 0
     for group in selector.groups(inputs, DEFAULT_MASK_BYTES):
         part = inputs.of_heads(group)
-        lists = select_blocks(prepare_selection(selector.of_heads(group.query), part), part).lists
+        lists = select_blocks(prepare_selection(selector.slice_heads(group.query), part), part).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]
         of += lists.kv_num_blocks.numel() * (blocks + 1) // 2

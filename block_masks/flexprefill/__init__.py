@@ -161,7 +161,7 @@ class FlexPrefill(Method):
     def keeps_every_block(self) -> bool:
         return bool(self.gamma == 1) and self.max_budget is None
 
-    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
         q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))
         subsets = 1 if self.pattern_queries == self.index_queries else 2

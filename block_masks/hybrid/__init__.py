@@ -132,7 +132,7 @@ class Hybrid(Method):
     def keeps_every_block(self) -> bool:
         return bool(self.gamma == 1)
 
-    def bytes_of_head(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
         if by_kernels:
             q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))

@@ -178,7 +178,7 @@ def _local_selector(selector: Method, module: nn.Module, num_heads: int) -> Meth
     rank = _rank(module, named // num_heads)
     if rank is None:
         return selector
-    return with_heads(selector, named).of_heads(slice(rank * num_heads, (rank + 1) * num_heads))
+    return with_heads(selector, named).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

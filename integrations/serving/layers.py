@@ -40,9 +40,10 @@ class LayerShape:
         key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
-    def keeps_all(self, selector: Method) -> list[bool]:
+    def keeps_every_block_by_head(self, selector: Method) -> list[bool]:
         """For each query head: the selector keeps all its blocks. TypeError or ValueError for one that cannot serve chunks."""
-        return selector.for_inputs(self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()).keeps_all(self.num_heads)
+        inputs = self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()
+        return selector.for_inputs(inputs).keeps_every_block_by_head(self.num_heads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -91,10 +92,10 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     layer = SparseLayer(
         **vars(shape),
         number=number,
-        selector=selector.of_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
+        selector=selector.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options,
     )
-    return call_options.policy.by_selection(layer.keeps_all(layer.selector)) or layer
+    return call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.selector)) or layer
 
 
 def attend_chunk(

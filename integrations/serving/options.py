@@ -167,7 +167,8 @@ def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
     for number in (*numbers, *sorted({*settings.layers}.difference(settings.dense_layers))):
         selector = settings.selector(number)
         heads = selector.num_heads or ranks
-        kept = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0).keeps_all(selector)
+        shape = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0)
+        kept = shape.keeps_every_block_by_head(selector)
         of_ranks = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
         if any(map(policy.by_selection, of_ranks)):
             return number

@@ -184,7 +184,7 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         rows = 512 if name == "oracle" else 4096 if by_rows else TOKENS
         query, key = torch.empty(1, HEADS, rows, HEAD_DIM), torch.empty(1, 4, TOKENS, HEAD_DIM)
         inputs = attention_inputs(query, key)
-        stated = HEADS * METHODS[name].checked(128, {}).for_inputs(inputs).head_bytes(inputs)
+        stated = HEADS * METHODS[name].checked(128, {}).for_inputs(inputs).peak_bytes_per_head(inputs)
         largest.nbytes = 0
         MASKS[name](query, key)
     a_slice = 4 * max(prepared_selection.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0

@@ -18,7 +18,7 @@ from tests.repository import python
 
 
 def head_bytes(inputs, named="flexprefill", block_size=16, **options):
-    return selector_of(named, block_size, options).for_inputs(inputs).head_bytes(inputs)
+    return selector_of(named, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
 
 
 # by number of heads: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4
@@ -145,7 +145,7 @@ def growth(q_len, kv_len):
     query, key = (torch.randn(1, 2, n, head_dim).to(getattr(torch, dtype)) for n in (q_len, kv_len))
     mask = torch.ones(1, kv_len, dtype=torch.bool) if padded else None
     inputs = attention_inputs(query, key, attention_mask=mask, **scores)
-    counted = 2 * selector_of(method, block_size, options).for_inputs(inputs).head_bytes(inputs)
+    counted = 2 * selector_of(method, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
     before = peak()
     getattr(block_masks, f"{method}_mask")(query, key, attention_mask=mask, block_size=block_size, **scores, **options)
     return peak() - before, counted
