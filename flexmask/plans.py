@@ -16,7 +16,7 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
-from flexmask.prepared_selection import MOST_NUMBERS, PreparedSelection, prepare_selection, repeating
+from flexmask.prepared_selection import MOST_NUMBERS, PreparedSelection, prepare_selection, with_replay
 from flexmask.select import select_blocks
 from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
@@ -111,14 +111,14 @@ class Plan:
         return inputs
 
     def without_tensors(self) -> Plan:
-        """The same, which keeps no query, key, value or sinks."""
+        """The plan without the query, key, value and sinks that it was made with."""
         shapes = {name: getattr(self.inputs, name) for name in ("query", "key", "value", "sinks")}
         empty = {name: None if x is None else x.detach().new_empty(()).expand(x.shape) for name, x in shapes.items()}
         return replace(self, inputs=self.inputs.with_fields(**empty))
 
-    def repeating(self) -> Plan:
-        """The same for several layers: the selections of the later ones only launch."""
-        groups = [group._replace(selection=repeating(group.selection)) for group in self.groups]
+    def with_replay(self) -> Plan:
+        """The plan for several layers: selections of the later ones replay the launches of an earlier one."""
+        groups = [group._replace(selection=with_replay(group.selection)) for group in self.groups]
         return replace(self, groups=tuple(groups))
 
     def attend(

@@ -18,7 +18,7 @@ from flexmask.selector import FittedMethod, Method
 
 if HAS_TRITON:
     from flexmask import kernels
-    from flexmask.kernels.repeat import Repeats
+    from flexmask.kernels.replay import LaunchReplay
 if TYPE_CHECKING:
     from flexmask.kernels.visibility import Edges
 
@@ -36,7 +36,7 @@ class PreparedSelection(NamedTuple):
     # the geometry, for kernels and for plain steps; None: computed with the selection
     edges: Edges | None = None
     cut: tuple[Tokens, BlockVisibility] | None = None
-    repeats: Repeats | None = None  # of the launches
+    replay: LaunchReplay | None = None
 
 
 def prepare_selection(
@@ -70,9 +70,10 @@ def _edges(inputs: SparseInputs, block_size: int) -> Edges:
         return kernels.edges_of(inputs, block_size)
 
 
-def repeating(prepared: PreparedSelection) -> PreparedSelection:
-    """The same, which notes the launches of one selection and repeats them in later ones."""
-    return prepared._replace(repeats=Repeats()) if prepared.by_kernels and prepared.selector_for_steps.only_launches else prepared
+def with_replay(prepared: PreparedSelection) -> PreparedSelection:
+    """Have the launches of one selection captured and replayed in later ones, if its kernels only launch."""
+    only_launches = prepared.by_kernels and prepared.selector_for_steps.only_launches
+    return prepared._replace(replay=LaunchReplay()) if only_launches else prepared
 
 
 def with_device_numbers(selector: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:

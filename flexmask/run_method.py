@@ -29,9 +29,9 @@ def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: boo
     with on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
         problem = BlockProblem(inputs, size, kernels, wants_map, edges)
-        if prepared.repeats is None or wants_map or statistics:
+        if prepared.replay is None or wants_map or statistics:
             return result_of(problem, prepared.selector_for_steps, statistics)
-        lists = prepared.repeats.lists(inputs, lambda: result_of(problem, prepared.selector_for_steps, ()).lists)
+        lists = prepared.replay.lists(inputs, lambda: result_of(problem, prepared.selector_for_steps, ()).lists)
         return Selection(lists, None, {}, size)
 
 

@@ -40,7 +40,7 @@ class Compiled(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch that was noted."""
+    """A captured launch."""
 
     kernel: Kernel
     grid: tuple[int, ...]
@@ -49,8 +49,8 @@ class Launch(NamedTuple):
     compiled: Compiled | None  # None: Triton analyses each launch
 
 
-NOTES: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_notes", default=None)
-"""Gets this thread's launches, while `flexmask.kernels.repeat` notes those of a selection."""
+LAUNCH_SINK: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_launch_sink", default=None)
+"""Gets this thread's launches, while `flexmask.kernels.replay` captures those of a selection."""
 
 
 class Kernel:
@@ -75,13 +75,13 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        notes = NOTES.get()
-        if notes is None:
+        sink = LAUNCH_SINK.get()
+        if sink is None:
             self._run(grid, arguments, constants)
             return
         # the interpreter's own operators are none of the selection's
         with _disable_current_modes():
-            notes(Launch(self, grid, arguments, constants, self._run(grid, arguments, constants)))
+            sink(Launch(self, grid, arguments, constants, self._run(grid, arguments, constants)))
 
     def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled | None:
         if self.launched_directly and arguments[0].is_cuda and not is_watched():
@@ -116,7 +116,7 @@ class Kernel:
         return compiled
 
     def constants_of(self, launch: Launch) -> tuple[Any, ...]:
-        """Values that the compiled kernel takes behind the arguments."""
+        """Values that the compiled kernel takes after the arguments."""
         return tuple(launch.constants.values())[: len(self._names) - len(launch.arguments)]
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:

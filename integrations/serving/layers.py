@@ -120,7 +120,7 @@ def attend_chunk(
         # the split of the step has decided about lengths
         plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:
-            plan = plan.without_tensors().repeating()
+            plan = plan.without_tensors().with_replay()
             plans[kind] = plan
     else:
         # of one chunk and one kind of layer: as planned

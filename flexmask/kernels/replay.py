@@ -1,7 +1,7 @@
-"""The launches of a selection, noted in one layer and repeated in others of the same plan: only addresses change.
+"""Captures the kernel launches of one layer's selection and replays them in later layers of the same plan.
 
-Between its launches a selection makes views and computes the same numbers in every layer, which takes as long as launching or
-longer. A repetition allocates the same memory, each piece while launches need it, and launches.
+A replay changes only addresses of tensors. Between launches an eager selection spends as long on views and size arithmetic as on
+launching; a replay skips both. It allocates each piece of memory when a launch needs it and frees it after its last use.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from triton.runtime import driver
 
 from flexmask.base.inputs import SparseInputs
 from flexmask.base.selection import BlockLists
-from flexmask.kernels.launch import NOTES, Launch, is_watched
+from flexmask.kernels.launch import LAUNCH_SINK, Launch, is_watched
 
 _ALLOCATES = ("aten::empty", "aten::new_empty")  # beginnings of names
 
 
-class _Moved(NamedTuple):
+class _TensorArgument(NamedTuple):
     """An argument that lies in a tensor of the call or in memory that the selection allocates."""
 
     position: int  # among the launch's arguments
@@ -33,49 +33,49 @@ class _Moved(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A launch; arguments that move are None, other tensors are the plan's."""
+    """A launch; None stands for its `tensors`, other tensors among the arguments are the plan's."""
 
     launch: Launch
-    moved: tuple[_Moved, ...]
+    tensors: tuple[_TensorArgument, ...]
     # as the compiled kernel takes them, tensors as addresses; None: Triton analyses each launch
     passed: list[Any] | None
     first: tuple[int, ...] = ()  # memory between launches that none used before
     last: tuple[int, ...] = ()  # and that none uses later
 
 
-class _Noted(NamedTuple):
+class _Captured(NamedTuple):
     steps: list[_Step]
     layouts: tuple[Any, ...]  # of the call's tensors
     made: list[tuple[torch.Size, torch.dtype]]  # memory that the selection allocates
-    lists: list[int]  # their numbers, as all numbers behind those of the call's tensors
+    lists: list[int]  # their numbers, as all numbers after those of the call's tensors
     direct: bool
 
 
-class Repeats:
+class LaunchReplay:
     """Selections by kernels that differ in query, key and value only.
 
-    The first call selects as usual, the second notes its launches. They are repeated only if that call does nothing else on the
-    device, and only for tensors of the same strides and alignment; other calls select as usual.
+    The first call selects as usual, the second captures its launches. They are replayed only if that call does nothing else on
+    the device, and only for tensors of the same strides and alignment; other calls select as usual.
     """
 
     def __init__(self) -> None:
-        self._noted: _Noted | None = None
+        self._captured: _Captured | None = None
         self._calls = 0
 
     def lists(self, inputs: SparseInputs, select: Callable[[], BlockLists]) -> BlockLists:
         """The lists that `select` makes for `inputs`."""
         moving = [x for x in (inputs.query, inputs.key, inputs.value) if x is not None]
-        if self._noted is not None and not is_watched() and tuple(map(_layout, moving)) == self._noted.layouts:
-            return _repeated(self._noted, moving)
+        if self._captured is not None and not is_watched() and tuple(map(_layout, moving)) == self._captured.layouts:
+            return _replay(self._captured, moving)
         self._calls += 1
-        if self._calls != 2:  # where a kind has one layer nothing is noted
+        if self._calls != 2:  # where a kind has one layer nothing is captured
             return select()
-        lists, self._noted = _noted(moving, select)
+        lists, self._captured = _capture(moving, select)
         return lists
 
 
-class _Notes(TorchDispatchMode):
-    """Notes launches and what is allocated, and notices operators that do more than allocate memory or view what is there."""
+class _Capture(TorchDispatchMode):
+    """Captures launches and what is allocated, and notices operators that do more than allocate memory or view what is there."""
 
     def __init__(self, moving: list[Tensor]) -> None:
         super().__init__()
@@ -90,17 +90,17 @@ class _Notes(TorchDispatchMode):
         self.did_more |= len(self._numbers) < len(moving)
 
     def add(self, launch: Launch) -> None:
-        given, moved = list(launch.arguments), []
+        given, tensors = list(launch.arguments), []
         for position, x in enumerate(launch.arguments):
             number = self._numbers.get(_storage(x)) if isinstance(x, Tensor) else None
             if number is not None:
                 distance = x.data_ptr() - self._starts[number]
-                moved.append(_Moved(position, number, distance, tuple(x.shape), x.stride()))
+                tensors.append(_TensorArgument(position, number, distance, tuple(x.shape), x.stride()))
                 given[position] = None
         passed = None
         if launch.compiled is not None:
             passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in given] + [*launch.kernel.constants_of(launch)]
-        self.steps.append(_Step(launch._replace(arguments=tuple(given)), tuple(moved), passed))
+        self.steps.append(_Step(launch._replace(arguments=tuple(given)), tuple(tensors), passed))
 
     def number_of(self, x: Tensor) -> int | None:
         """The number of memory that was allocated for just this tensor."""
@@ -126,56 +126,56 @@ class _Notes(TorchDispatchMode):
         return result
 
 
-def _noted(moving: list[Tensor], select: Callable[[], BlockLists]) -> tuple[BlockLists, _Noted | None]:
+def _capture(moving: list[Tensor], select: Callable[[], BlockLists]) -> tuple[BlockLists, _Captured | None]:
     """Run `select`; give its lists, and its launches if they are all that it does."""
-    notes = _Notes(moving)
-    token = NOTES.set(notes.add)
+    capture = _Capture(moving)
+    token = LAUNCH_SINK.set(capture.add)
     try:
-        with notes:
+        with capture:
             lists = select()
     finally:
-        NOTES.reset(token)
-    numbers = [number for number in map(notes.number_of, lists) if number is not None]
-    direct = all(step.passed is not None for step in notes.steps)
+        LAUNCH_SINK.reset(token)
+    numbers = [number for number in map(capture.number_of, lists) if number is not None]
+    direct = all(step.passed is not None for step in capture.steps)
     # Triton's own launches would take longer than what is left out; the interpreter has no others
-    if notes.did_more or len(numbers) < len(lists) or (moving[0].is_cuda and not direct):
+    if capture.did_more or len(numbers) < len(lists) or (moving[0].is_cuda and not direct):
         return lists, None
-    used = [{x.tensor for x in step.moved if x.tensor >= len(moving)} for step in notes.steps]
+    used = [{x.tensor for x in step.tensors if x.tensor >= len(moving)} for step in capture.steps]
     steps = []
-    for place, step in enumerate(notes.steps):
+    for place, step in enumerate(capture.steps):
         between = used[place].difference(numbers)
         first, last = between.difference(*used[:place]), between.difference(*used[place + 1 :])
         steps.append(step._replace(first=tuple(first), last=tuple(last)))
-    return lists, _Noted(steps, tuple(map(_layout, moving)), notes.made, numbers, direct)
+    return lists, _Captured(steps, tuple(map(_layout, moving)), capture.made, numbers, direct)
 
 
-def _repeated(noted: _Noted, moving: list[Tensor]) -> BlockLists:
-    stream = driver.active.get_current_stream(moving[0].get_device()) if noted.direct else None
-    tensors: list[Any] = [*moving, *[None] * len(noted.made)]
+def _replay(captured: _Captured, moving: list[Tensor]) -> BlockLists:
+    stream = driver.active.get_current_stream(moving[0].get_device()) if captured.direct else None
+    tensors: list[Any] = [*moving, *[None] * len(captured.made)]
 
     def allocate(numbers: Iterable[int]) -> None:
         for number in numbers:
-            shape, dtype = noted.made[number - len(moving)]
+            shape, dtype = captured.made[number - len(moving)]
             tensors[number] = moving[0].new_empty(shape, dtype=dtype)
 
-    allocate(noted.lists)
-    for launch, moved, passed, first, last in noted.steps:
+    allocate(captured.lists)
+    for launch, arguments, passed, first, last in captured.steps:
         allocate(first)
         if passed is not None and launch.compiled is not None:
             passed = passed.copy()
-            for position, number, distance, _, _ in moved:
+            for position, number, distance, _, _ in arguments:
                 passed[position] = tensors[number].data_ptr() + distance
             launch.compiled.launch(launch.grid, stream, passed)
         else:
             given = list(launch.arguments)
-            for position, number, distance, sizes, strides in moved:
+            for position, number, distance, sizes, strides in arguments:
                 whole = tensors[number]
                 start = whole.storage_offset() + distance // whole.element_size()
                 given[position] = torch.as_strided(whole, sizes, strides, start)
             launch.kernel[launch.grid](*given, **launch.constants)
         for number in last:
             tensors[number] = None
-    return BlockLists(*[tensors[number] for number in noted.lists])
+    return BlockLists(*[tensors[number] for number in captured.lists])
 
 
 def _storage(x: Tensor) -> int:

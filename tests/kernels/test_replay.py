@@ -1,4 +1,4 @@
-"""Selections whose launches are noted in one layer and repeated in others: each as by itself."""
+"""Selections whose launches are captured in one layer and replayed in others: each as by itself."""
 
 import functools
 import weakref
@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.integrations.serving.layers import LayerShape, attend_chunk, role_of_shape
-from flexmask.kernels import launch, repeat
-from flexmask.prepared_selection import prepare_selection, repeating
+from flexmask.kernels import launch, replay
+from flexmask.prepared_selection import prepare_selection, with_replay
 from flexmask.select import select_blocks
 from flexmask.settings import PrefillSettings
 from tests.cases import Case, Config, by_kernels, structured_inputs
@@ -40,7 +40,7 @@ def by_itself(case):
 
 def prepared_for(case):
     inputs = attention_inputs(case.query, case.key, **case.keywords()).with_offset()
-    prepared = repeating(prepare_selection(case.config.selector.for_inputs(inputs), inputs))
+    prepared = with_replay(prepare_selection(case.config.selector.for_inputs(inputs), inputs))
     return prepared, lambda case: select_blocks(prepared, inputs.with_fields(query=case.query, key=case.key))
 
 
@@ -64,20 +64,20 @@ def assert_each_as(expected, layers):
     prepared, selected = prepared_for(layers[0])
     for case, its in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
         assert_equal_lists(selected(case), its)
-    return None if prepared.repeats is None else prepared.repeats._noted
+    return None if prepared.replay is None else prepared.replay._captured
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
 @pytest.mark.parametrize(("options", "scores", "lengths"), CALLS)
 def test_every_layer_selects_as_by_itself(options, scores, lengths, monkeypatch):
-    layers, repeated = layers_of(Config(**options), scores, lengths), []
-    repeats = repeat._repeated
-    monkeypatch.setattr(repeat, "_repeated", lambda *given: repeated.append(1) or repeats(*given))
+    layers, replayed = layers_of(Config(**options), scores, lengths), []
+    right = replay._replay
+    monkeypatch.setattr(replay, "_replay", lambda *given: replayed.append(1) or right(*given))
     expected = list(map(by_itself, layers))
     with by_kernels():
-        noted = assert_each_as(expected, layers)
+        captured = assert_each_as(expected, layers)
     only_launches = options["method"] == "hybrid"
-    assert (noted is not None, len(repeated)) == (only_launches, 2 * only_launches)
+    assert (captured is not None, len(replayed)) == (only_launches, 2 * only_launches)
 
 
 @pytest.mark.gpu
@@ -86,8 +86,8 @@ def test_every_layer_selects_as_by_itself_on_a_gpu(options, scores, lengths, cud
     for dtype in (torch.float32, torch.bfloat16):
         layers = layers_of(Config(**options), scores, lengths, device=cuda)
         layers = [replace(case, query=case.query.to(dtype), key=case.key.to(dtype)) for case in layers]
-        noted = assert_each_as(list(map(by_itself, layers)), layers)
-        assert noted is None or noted.direct == launch.Kernel(launch.soft_capped.fn).launched_directly
+        captured = assert_each_as(list(map(by_itself, layers)), layers)
+        assert captured is None or captured.direct == launch.Kernel(launch.soft_capped.fn).launched_directly
 
 
 def test_what_layers_give_stays_and_what_they_had_goes():
@@ -98,7 +98,7 @@ def test_what_layers_give_stays_and_what_they_had_goes():
         assert differ(expected)
         for found, its in zip(list(map(selected, layers)), expected, strict=True):
             assert_equal_lists(found, its)
-    # the query and key of the layer that was noted too; those that the plan was made with are the first's
+    # the query and key of the layer that was captured too; those that the plan was made with are the first's
     alive = [weakref.ref(x.untyped_storage()) for case in layers[1:] for x in (case.query, case.key)]
     del layers
     assert [each() for each in alive] == [None] * len(alive)
@@ -118,11 +118,11 @@ def test_compiled_launchers_get_each_layer_s_addresses(launched):
         run[(5,)](key, between, 32, 2, 1, CONSTANT=3, num_warps=1)
         return lists
 
-    repeats, inputs = repeat.Repeats(), attention_inputs(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
+    launches_of, inputs = replay.LaunchReplay(), attention_inputs(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
     for _ in range(4):
         query, key = (torch.zeros(64).as_subclass(OnGPU) for _ in range(2))
         launches.ran.clear()
-        lists = repeats.lists(inputs.with_fields(query=query, key=key), functools.partial(select, query, key))
+        lists = launches_of.lists(inputs.with_fields(query=query, key=key), functools.partial(select, query, key))
     assert len(memory) == 2 and memory[1]() is None
     there, calls = (1, "stream 0", "function", "metadata", None, None, None), [call for _, call in launches.ran]
     between = calls[0][10]
@@ -137,7 +137,7 @@ def test_compiled_launchers_get_each_layer_s_addresses(launched):
 
 def test_other_strides_and_addresses_select_as_usual(monkeypatch):
     layers, ran = layers_of(Config(**HYBRID), {}, (40, 97), 3), []
-    monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1))
+    monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1))
     wider = torch.zeros(1, 2, 40, 24)
     wider[..., :16] = layers[1].query
     moved = torch.zeros(layers[2].key.numel() + 1)[1:].view_as(layers[2].key).copy_(layers[2].key)
@@ -166,7 +166,7 @@ def reshaped(lists, query):
 
 @pytest.mark.parametrize("more", [at_most_two, copied, reshaped])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_method_that_does_more_than_launch_is_not_repeated(more, mode, monkeypatch):
+def test_a_method_that_does_more_than_launch_is_not_replayed(more, mode, monkeypatch):
     layers = layers_of(Config(**HYBRID), {}, (40, 97))
     with by_kernels(), mode():
         prepared, selected = prepared_for(layers[0])
@@ -180,32 +180,32 @@ def test_a_method_that_does_more_than_launch_is_not_repeated(more, mode, monkeyp
         monkeypatch.setattr(type(prepared.selector_for_steps), "select", and_more)
         for case in layers:
             selected(case)
-    assert prepared.repeats._noted is None
+    assert prepared.replay._captured is None
 
 
 def test_statistics_and_profilers_see_whole_selections(monkeypatch):
     layers, ran = layers_of(Config(**HYBRID), {}, (40, 97)), []
-    monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1))
+    monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1))
     with by_kernels():
         prepared, selected = prepared_for(layers[0])
         for _ in range(2):
             selected(layers[0])
         inputs = attention_inputs(layers[1].query, layers[1].key).with_offset()
         assert "density" in select_blocks(prepared, inputs, statistics=("density",)).stats
-        monkeypatch.setattr(repeat, "is_watched", lambda: True)
+        monkeypatch.setattr(replay, "is_watched", lambda: True)
         selected(layers[1])
-    assert prepared.repeats._noted is not None and not ran
+    assert prepared.replay._captured is not None and not ran
 
 
 @pytest.mark.attention
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
-def test_layers_of_a_chunk_repeat_the_launches_of_the_second(monkeypatch):
+def test_layers_of_a_chunk_replay_the_launches_of_the_second(monkeypatch):
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
     options = {**HYBRID, "block_size": 32, "min_budget": 32}
     layer = role_of_shape(shape, 0, PrefillSettings(**options))
     plans, ran = {}, []
-    repeats = repeat._repeated
-    monkeypatch.setattr(repeat, "_repeated", lambda *given: ran.append(1) or repeats(*given))
+    right = replay._replay
+    monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1) or right(*given))
     kept, generator = [], torch.Generator().manual_seed(1)
     for number in range(4):
         query, key = structured_inputs(generator, 1, 4, 2, 70, 165, 32)
