@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flexmask._torch import is_fake
-from flexmask.base.inputs import HeadGroup, SparseInputs
+from flexmask.base.inputs import HeadGroup, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.flex.backend import Backend
 from flexmask.flex.block_mask import block_mask
@@ -51,7 +51,7 @@ def with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Te
 
 
 def attend_heads(
-    inputs: SparseInputs,
+    inputs: PositionedInputs,
     selection: Selection | None,
     dense: tuple[bool, ...],
     most_kept: float | None,
@@ -75,7 +75,7 @@ def attend_heads(
     return out, lse, dense
 
 
-def _attend_to_blocks(inputs: SparseInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
+def _attend_to_blocks(inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
     if backend.direct and not is_fake(inputs.query):
         assert selection.mask_mod is None
         return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor)

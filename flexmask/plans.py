@@ -47,7 +47,7 @@ class Plan:
     return_lse: bool = False
     groups: tuple[GroupPlan, ...] = ()  # none: dense attention serves the whole call
     most_kept: float | None = None  # density above which dense attention serves another key head, too
-    offset: Tensor | None = None  # of `SparseInputs`
+    offset: Tensor | None = None  # of `PositionedInputs`
     absent: Tensor | None = None  # keys that are no tokens, (batch, 1, kv_len, 1) bool
 
     def __repr__(self) -> str:

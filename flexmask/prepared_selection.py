@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, is_traced, keep_static, on_device
 from flexmask.base.blocks import cut_into_blocks
-from flexmask.base.inputs import SparseInputs, without_autocast
+from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.scores import widest_float
 from flexmask.base.visibility import BlockVisibility, Tokens
 from flexmask.compilation import runs_uncompiled
@@ -40,7 +40,7 @@ class PreparedSelection(NamedTuple):
 
 
 def prepare_selection(
-    selector: FittedMethod, inputs: SparseInputs, like: PreparedSelection | None = None, most_numbers: int | None = None
+    selector: FittedMethod, inputs: PositionedInputs, like: PreparedSelection | None = None, most_numbers: int | None = None
 ) -> PreparedSelection:
     """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
     query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
@@ -65,7 +65,7 @@ def prepare_selection(
         return PreparedSelection(selector, for_steps, False, cut=cut)
 
 
-def _edges(inputs: SparseInputs, block_size: int) -> Edges:
+def _edges(inputs: PositionedInputs, block_size: int) -> Edges:
     with on_device(inputs.query.device):
         return kernels.edges_of(inputs, block_size)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once, on_device
 from flexmask.base.blocks import BlockProblem, cut_into_blocks
-from flexmask.base.inputs import SparseInputs
+from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import Choice, Selection, block_lists
 from flexmask.compilation import run_compiled
 from flexmask.prepared_selection import PreparedSelection
@@ -22,7 +22,7 @@ if HAS_TRITON:
     from flexmask import kernels
 
 
-def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+def run_kernels(prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """Run a method by kernels."""
     size = prepared.selector_for_steps.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
@@ -36,7 +36,7 @@ def run_kernels(prepared: PreparedSelection, inputs: SparseInputs, with_map: boo
 
 
 def run_plain(
-    prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...], end: Tensor | None = None
+    prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...], end: Tensor | None = None
 ) -> Selection:
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
     selector, size = prepared.selector_for_steps, prepared.selector_for_steps.block_size
@@ -48,7 +48,7 @@ def run_plain(
     return run_compiled(plain_result, (selector.name, fixed, statistics), inputs, size, selector, statistics, end)
 
 
-def run_in_slices(prepared: PreparedSelection, inputs: SparseInputs, statistics: tuple[str, ...]) -> Selection:
+def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...]) -> Selection:
     """As `run_plain`, of some query rows at a time."""
     query, q_len, first, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
     assert rows is not None
@@ -76,7 +76,7 @@ class MapOfSlices(Method):
 
 
 def plain_result(
-    inputs: SparseInputs, block_size: int, selector: Method, statistics: tuple[str, ...], end: Tensor | None
+    inputs: PositionedInputs, block_size: int, selector: Method, statistics: tuple[str, ...], end: Tensor | None
 ) -> Selection:
     """As torch compiles it."""
     return result_of(cut_into_blocks(inputs, block_size, plain, end), selector, statistics)

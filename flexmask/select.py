@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flexmask._torch import is_traced
-from flexmask.base.inputs import SparseInputs, without_autocast
+from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.selection import Selection
 from flexmask.prepared_selection import PreparedSelection
 from flexmask.run_method import run_in_slices, run_kernels, run_plain
@@ -13,7 +13,7 @@ from flexmask.selection_operator import as_one_operator
 
 
 def select_blocks(
-    prepared: PreparedSelection, inputs: SparseInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
+    prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
 ) -> Selection:
     """Choose the blocks of every head, outside of autograd and autocast."""
     selector, query = prepared.selector, inputs.query

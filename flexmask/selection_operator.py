@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.inputs import AttentionInputs, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.base.visibility import num_blocks
 from flexmask.prepared_selection import PreparedSelection, with_device_numbers
@@ -17,7 +17,9 @@ from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import empty
 
 
-def as_one_operator(prepared: PreparedSelection, inputs: SparseInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
+def as_one_operator(
+    prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]
+) -> Selection:
     """As `run_kernels`, traced."""
     selector = prepared.selector
     # a plan that was made before the compilation has numbers

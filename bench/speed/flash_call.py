@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.speed.clock import Call, synchronize, version
 from bench.tables import text_table
-from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.inputs import AttentionInputs, PositionedInputs
 from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import block_visibility
 from flexmask.flex.block_mask import block_mask
@@ -41,7 +41,7 @@ def problem(options: argparse.Namespace, window: int | None) -> tuple[AttentionI
     return inputs, Selection(block_lists((kept | own[:, None]) & seen.visible[:, None], seen.full), None, {}, _BLOCK)
 
 
-def through_flex_attention(inputs: SparseInputs, selection: Selection) -> tuple[Tensor, Tensor | None]:
+def through_flex_attention(inputs: PositionedInputs, selection: Selection) -> tuple[Tensor, Tensor | None]:
     return run_flex_attention(inputs, block_mask(inputs, selection), "flash")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from flexmask.base.inputs import SparseInputs
+from flexmask.base.inputs import PositionedInputs
 from flexmask.base.scores import block_means, widest_float
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import (
@@ -61,7 +61,7 @@ class BlockProblem:
         True if the map of kept blocks is needed, which plain steps always make.
     """
 
-    inputs: SparseInputs
+    inputs: PositionedInputs
     block_size: int
     steps: Steps
     with_map: bool = True
@@ -165,7 +165,7 @@ class BlockProblem:
         return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
 
 
-def cut_into_blocks(inputs: SparseInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
+def cut_into_blocks(inputs: PositionedInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
     """Cut a call into blocks, for plain steps; of a slice of rows, `end` is the position after the whole's last row, (batch,)."""
     tokens = inputs.tokens(end)
     return BlockProblem(inputs, block_size, steps, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))

@@ -31,7 +31,7 @@ class AttentionInputs(NamedTuple):
     """The tensors and numbers of one causal attention call, from `attention_inputs`.
 
     Query row t stands at position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
-    ``position - k < window``. Dense attention takes them as they are, masks and sparse attention `SparseInputs`.
+    ``position - k < window``. Dense attention takes them as they are, masks and sparse attention `PositionedInputs`.
     """
 
     query: Tensor  # (batch, num_heads, q_len, head_dim)
@@ -85,14 +85,14 @@ class AttentionInputs(NamedTuple):
             absent = behind if absent is None else absent | behind
         return None if absent is None else absent[:, None, :, None]
 
-    def for_attention(self) -> SparseInputs:
+    def for_attention(self) -> PositionedInputs:
         """For attention: detached unless gradients are needed, and zero where no token is.
 
         Neither a weight nor a gradient of 0 hides NaN.
         """
         return self.for_attention_with(self.with_offset().offset, self.absent_keys())
 
-    def for_attention_with(self, offset: Tensor | None, absent: Tensor | None) -> SparseInputs:
+    def for_attention_with(self, offset: Tensor | None, absent: Tensor | None) -> PositionedInputs:
         """As `for_attention`, with the offset of `with_offset` and `absent_keys`."""
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
@@ -106,15 +106,15 @@ class AttentionInputs(NamedTuple):
             value = None if value is None else torch.where(absent, 0.0, value)
         if self.needs_grad and self.attention_mask is not None:
             query = torch.where(self.tokens().row_valid[:, None, :, None], query, 0.0)
-        return cast("SparseInputs", self.with_fields(query=query, key=key, value=value, sinks=sinks, offset=offset))
+        return cast("PositionedInputs", self.with_fields(query=query, key=key, value=value, sinks=sinks, offset=offset))
 
-    def with_offset(self) -> SparseInputs:
+    def with_offset(self) -> PositionedInputs:
         """Fill in the offset, (batch,) int32, if q_len < kv_len."""
         batch, q_len, kv_len = self.query.shape[0], self.query.shape[2], self.key.shape[2]
         if self.offset is not None or q_len == kv_len:
-            return cast("SparseInputs", self)
+            return cast("PositionedInputs", self)
         offset = torch.full((batch,), kv_len - q_len, dtype=torch.int32, device=self.query.device)
-        return cast("SparseInputs", self.with_fields(offset=offset))
+        return cast("PositionedInputs", self.with_fields(offset=offset))
 
     def with_fields(self: _Inputs, **fields: Any) -> _Inputs:
         """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
@@ -123,7 +123,7 @@ class AttentionInputs(NamedTuple):
 
 
 _FIELDS = AttentionInputs._fields
-SparseInputs = NewType("SparseInputs", AttentionInputs)
+PositionedInputs = NewType("PositionedInputs", AttentionInputs)
 """Inputs from `for_attention` or `with_offset`: `offset` is a tensor, or None where row 0 stands at position 0."""
 
 

@@ -13,14 +13,14 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, computed_once, is_traced
-from flexmask.base.inputs import AttentionInputs, HeadGroup, SparseInputs
+from flexmask.base.inputs import AttentionInputs, HeadGroup, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def visible_mask_mod(inputs: SparseInputs) -> MaskMod:
+def visible_mask_mod(inputs: PositionedInputs) -> MaskMod:
     """Causality, padding and window; attention is compiled once per ``__name__``, which names kinds of inputs and no values."""
     window, token = inputs.window, inputs.attention_mask
     name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
@@ -103,7 +103,7 @@ class MaskParts(NamedTuple):
     offset: Tensor | None
 
 
-def block_mask(inputs: SparseInputs, selection: Selection) -> BlockMask:
+def block_mask(inputs: PositionedInputs, selection: Selection) -> BlockMask:
     """The BlockMask of kept blocks; with the lists by key block where the inputs need gradients."""
     mask_mod, title = visible_mask_mod(inputs), selection.title
     if selection.keep is not None:
@@ -169,7 +169,7 @@ def _unpickled(
 
 def inputs_of_mask(
     of_batch: Tensor, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
-) -> SparseInputs:
+) -> PositionedInputs:
     """Inputs of a mask, which of query and key reads only lengths and device, for as many batch rows as `of_batch` has."""
     query, key = (of_batch.new_empty(()).expand(of_batch.shape[0], 1, length, 1) for length in lengths)
     return AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset()
@@ -191,7 +191,7 @@ def block_mask_from_lists(
 GroupSelections = Sequence[tuple[HeadGroup, Selection]]
 
 
-def joined_mask(parts: GroupSelections, inputs: SparseInputs) -> BlockMask:
+def joined_mask(parts: GroupSelections, inputs: PositionedInputs) -> BlockMask:
     """The mask of every head of `inputs`, copied from the selections of its groups."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 

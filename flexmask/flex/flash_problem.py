@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.inputs import AttentionInputs, SparseInputs
+from flexmask.base.inputs import AttentionInputs, PositionedInputs
 from flexmask.base.scores import capped
 from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import block_visibility, visible_keys
@@ -63,7 +63,7 @@ class FlashCall(NamedTuple):
 _SOFTCAP = 5.0
 
 
-def flash_problem(call: FlashCall, device: torch.device) -> tuple[SparseInputs, BlockMask, Tensor, Tensor]:
+def flash_problem(call: FlashCall, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
     """Inputs of a kind of call, of eight blocks of keys and a part of one, and their mask.
 
     Also its pairs without and with the lists, (batch, 1, q_len, kv_len) and (batch, num_heads or 1, q_len, kv_len) bool.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import driver
 
-from flexmask.base.inputs import SparseInputs
+from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import BlockLists
 from flexmask.kernels.launch import LAUNCH_SINK, Launch, is_watched
 
@@ -62,7 +62,7 @@ class LaunchReplay:
         self._captured: _Captured | None = None
         self._calls = 0
 
-    def lists(self, inputs: SparseInputs, select: Callable[[], BlockLists]) -> BlockLists:
+    def lists(self, inputs: PositionedInputs, select: Callable[[], BlockLists]) -> BlockLists:
         """The lists that `select` makes for `inputs`."""
         moving = [x for x in (inputs.query, inputs.key, inputs.value) if x is not None]
         if self._captured is not None and not is_watched() and tuple(map(_layout, moving)) == self._captured.layouts:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.inputs import SparseInputs
+from flexmask.base.inputs import PositionedInputs
 from flexmask.base.visibility import most_of_prompt, num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
@@ -39,7 +39,7 @@ class Edges(NamedTuple):
         return self.q_edges[:, 5]
 
 
-def edges_of(inputs: SparseInputs, block_size: int) -> Edges:
+def edges_of(inputs: PositionedInputs, block_size: int) -> Edges:
     """The edges of all blocks, and the representative rows."""
     query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
