@@ -72,7 +72,9 @@ class FlashPrefill(Method):
         share = problem.as_tensor(self.alpha)
         heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
         kept = (
-            problem.sinks(self.sink_blocks) | problem.diagonals(self.window_blocks) | problem.last_query_blocks(self.last_blocks)
+            problem.first_blocks(self.sink_blocks)
+            | problem.diagonals(self.window_blocks)
+            | problem.last_query_blocks(self.last_blocks)
         )
         return kept | heavy | (share == 0)
 

@@ -84,7 +84,7 @@ class Hip(Method):
         marked = torch.where(low < high, low, scores.shape[-1])
         chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
         chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
-        return chosen | problem.sinks(self.sink_blocks) | problem.diagonals(self.window_blocks)
+        return chosen | problem.first_blocks(self.sink_blocks) | problem.diagonals(self.window_blocks)
 
     def check(self) -> None:
         if self.block_size % self.query_stride != 0:

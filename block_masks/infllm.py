@@ -66,7 +66,7 @@ class InfLLM(Method):
         local = (ahead < self.local_tokens)[:, None]
         if inputs.window is not None:
             ahead = ahead.masked_fill(ahead >= inputs.window, -1)
-        sinks, has_keys = problem.sinks(self.sink_blocks), (problem.key_counts() > 0)[:, None, None]
+        sinks, has_keys = problem.first_blocks(self.sink_blocks), (problem.key_counts() > 0)[:, None, None]
         units = (ahead >= self.local_tokens)[:, None] & ~sinks & has_keys
 
         scores = capped(grouped_scores(means * inputs.scale, problem.key_means()), inputs.softcap)

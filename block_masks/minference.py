@@ -65,7 +65,7 @@ class MInference(Method):
         if self.lines == "pooled":
             mass = line_mass(attention, rows, size)
             near = problem.kv_block < -(-NEAR_OFFSETS // size)
-            vertical = mass.vertical.masked_fill(problem.sinks_of_tokens(SINK_TOKENS)[:, 0], float("inf"))
+            vertical = mass.vertical.masked_fill(problem.blocks_of_first_tokens(SINK_TOKENS)[:, 0], float("inf"))
             values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
             candidates = candidate_lines(problem.seen).unsqueeze(2)
             kept = ranks(values, candidates) < (count / size).ceil()

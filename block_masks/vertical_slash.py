@@ -50,7 +50,7 @@ class VerticalSlash(Method):
     def select(self, problem: BlockProblem) -> Tensor:
         size, mass = problem.block_size, representative_mass(problem, "last").lines
         candidates = candidate_lines(problem.seen).unsqueeze(2)
-        first, main = problem.sinks(1)[:, 0], problem.kv_block == 0
+        first, main = problem.first_blocks(1)[:, 0], problem.kv_block == 0
         lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
         rank = ranks(lines, candidates)
         vertical = rank[0] < -(-self.vertical_size // size)

@@ -186,7 +186,7 @@ class SinksOfFile(Method):
     _: KW_ONLY
     number: int = 1
     def select(self, problem):
-        return problem.sinks(self.number)
+        return problem.first_blocks(self.number)
 
 sinks_of_file = mask_function("sinks_of_file", SinksOfFile)
 """,

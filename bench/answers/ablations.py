@@ -95,7 +95,7 @@ class NoiseFloor(Ablation):
     times: float = 1.337
 
     def own_blocks(self, problem: BlockProblem) -> Tensor:
-        evidence, others = row_evidence(problem, self.row_stride), problem.visible & ~problem.sinks(1)
+        evidence, others = row_evidence(problem, self.row_stride), problem.visible & ~problem.first_blocks(1)
         mean = torch.where(others, evidence, 0.0).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1)
         return evidence >= float(self.times) * mean
 

@@ -20,4 +20,4 @@ def random_blocks_mask(problem: BlockProblem, density: float = 0.2) -> Tensor:
     for factor in (1274126177, 974634541):
         mixed = ((mixed ^ (mixed >> 15)) * factor) & 0xFFFFFFFF
     share = ((mixed ^ (mixed >> 13)) & 0xFFFFFF).double() / 2**24
-    return (share < problem.as_tensor(density).double()) | problem.sinks(1)
+    return (share < problem.as_tensor(density).double()) | problem.first_blocks(1)

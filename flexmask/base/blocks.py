@@ -136,12 +136,12 @@ class BlockProblem:
         """Key block of the first valid key, (batch or 1, 1, 1, 1) int64."""
         return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]
 
-    def sinks(self, count: int) -> Tensor:
+    def first_blocks(self, count: int) -> Tensor:
         """The first `count` key blocks, counted from the first valid key's, (batch or 1, 1, 1, num_kv_blocks) bool."""
         index = self.kv_block - self.first_block()
         return (index >= 0) & (index < count)
 
-    def sinks_of_tokens(self, count: int) -> Tensor:
+    def blocks_of_first_tokens(self, count: int) -> Tensor:
         """Key blocks that hold one of the first `count` valid keys, (batch or 1, 1, 1, num_kv_blocks) bool."""
         valid = self.key_counts()
         before = valid.cumsum(-1) - valid
@@ -151,10 +151,10 @@ class BlockProblem:
         """Blocks on the nearest `count` block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool."""
         return self.seen.first_row_block[:, None, :, None] - self.kv_block < count
 
-    def window(self, count: int) -> Tensor:
-        """Blocks with a visible pair less than `count` tokens apart, shaped as `visible`."""
+    def blocks_within(self, distance: int) -> Tensor:
+        """Blocks with a visible pair less than `distance` tokens apart, shaped as `visible`."""
         limit = self.inputs.window
-        limit = count if limit is None else min(count, limit)
+        limit = distance if limit is None else min(distance, limit)
         return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
 
     def last_query_blocks(self, count: int) -> Tensor:
