@@ -183,7 +183,7 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)
     for each, (_, _, option) in zip(declared, options, strict=True):
         option.type = each.annotation  # as written, for help()
-    generator = mask_function(name, cls)
+    generator: MaskFunction = mask_function(name, cls)
     return generator
 
 

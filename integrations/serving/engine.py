@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.counters import Counters
-from flexmask.integrations.serving.layers import SparseLayer, attend_chunk
+from flexmask.integrations.serving.layers import Role, SparseLayer, Stock, attend_chunk
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.split import SparseRequest, StepSplit, split_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
@@ -30,8 +30,8 @@ class Engine:
     def __init__(self, options: ServingOptions, log: logging.Logger) -> None:
         self.options = options
         self.counters = Counters()
-        self.roles: dict[Any, SparseLayer | str] = {}
-        """By layer, in the model's order; a text is the reason for the engine's own kernel"""
+        self.roles: dict[Any, Role] = {}
+        """By layer, in the model's order"""
         self._log = log
 
     @property
@@ -50,8 +50,8 @@ class Engine:
         policy = policy or self.options.policy
         reason = policy.by_size(*largest)
         if reason is not None:
-            why = f"the largest call: {reason}"
-            self.roles = {name: why if isinstance(role, SparseLayer) else role for name, role in self.roles.items()}
+            stock = Stock(f"the largest call: {reason}")
+            self.roles = {name: stock if isinstance(role, SparseLayer) else role for name, role in self.roles.items()}
         if is_first:
             self._log.info("%s", roles_line(self.roles.values(), self.options, kernel, policy.least_rows))
         if not self.sparse_layers:
@@ -87,7 +87,7 @@ class Engine:
         self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,
         sinks: Tensor | None = None, is_counted: bool = True,
     ) -> Tensor:  # fmt: skip
-        """Attention of a request's chunk, (rows, heads, dim) as `query`; `after_cached` makes `key` and `value` of all tokens."""
+        """Attention of a request's chunk, (rows, heads, dim) as `query`; `concat_cached` makes the `key` and `value`."""
         counts, layer = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if counts else ()
         attended = attend_chunk(layer, query, key, value, sinks, statistics, request.plans, counts, request.prompt_len)

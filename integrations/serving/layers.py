@@ -74,12 +74,22 @@ class SparseLayer(LayerShape):
         return self if gamma is None else _with_gamma(self, gamma)
 
 
+@dataclass(frozen=True)
+class Stock:
+    """The role of a layer that the engine's own kernel serves in every step, and why."""
+
+    reason: str
+
+
+Role = SparseLayer | Stock
+
+
 @functools.lru_cache(maxsize=1024)  # layers and gammas of recent requests: a new object would compute its kind again in each step
 def _with_gamma(layer: SparseLayer, gamma: float) -> SparseLayer:
     return replace(layer, selector=layer.selector.with_options(gamma=gamma))
 
 
-def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> SparseLayer | str:
+def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> Role:
     """The role of layer `number` on a rank, whose query heads are an equal share of all, in order.
 
     Raises TypeError or ValueError for options of another number of heads, and for a method that cannot serve the layer.
@@ -87,7 +97,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     call_options = settings.call_options
     reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
     if reason is not None:
-        return reason
+        return Stock(reason)
     selector = with_heads(settings.selector(number), shape.num_heads * ranks, f"layer {number}: ")
     layer = SparseLayer(
         **vars(shape),
@@ -95,7 +105,8 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
         selector=selector.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options,
     )
-    return call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.selector)) or layer
+    reason = call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.selector))
+    return layer if reason is None else Stock(reason)
 
 
 def attend_chunk(
@@ -129,12 +140,12 @@ def attend_chunk(
     return attended._replace(out=attended.out[0].transpose(0, 1))
 
 
-def after_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
-    """A request's keys or values up to its chunk's end, (num_kv_heads, tokens, head_dim) and contiguous.
+def concat_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
+    """Concatenates a request's cached keys or values with its chunk's; (num_kv_heads, tokens, head_dim), contiguous.
 
     `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
     and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
-    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins behind them.
+    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins after them.
     """
     cached_len = skipped if cached is None else skipped + cached.shape[1]
     out = chunk.new_empty((chunk.shape[1], cached_len + chunk.shape[0], chunk.shape[2]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
-from flexmask.integrations.serving.layers import SparseLayer, attend_chunk
+from flexmask.integrations.serving.layers import Role, SparseLayer, Stock, attend_chunk
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.warming import LENGTHS, MANY_BLOCKS
 
@@ -19,7 +19,7 @@ _SHORT = 128  # rows; FlexAttention compiles shorter calls separately
 _STEPS = 64  # lengths tried for the number of heads per mask
 
 
-def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:
+def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:
     """The line at start-up."""
     if not roles:
         return f"flexmask runs stock: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
@@ -30,7 +30,7 @@ def roles_line(roles: Collection[SparseLayer | str], options: ServingOptions, ke
         line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
         line += f", on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
-    reasons = Counter(role for role in roles if isinstance(role, str))
+    reasons = Counter(role.reason for role in roles if isinstance(role, Stock))
     if reasons:
         counted = (f"{number} layer{'s' if number > 1 else ''} ({reason})" for reason, number in reasons.items())
         line += f" Stock: {'; '.join(counted)}."

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexmask.integrations.serving.engine import StockBase
-from flexmask.integrations.serving.layers import SparseLayer, after_cached
+from flexmask.integrations.serving.layers import SparseLayer, concat_cached
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.sglang.engine import SGLangEngine, follow_requests, refuse_model, refuse_server
 from flexmask.integrations.sglang.options import serving_options, stock_kernel
@@ -146,7 +146,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         pool = self.flexmask_engine.pool
         made = []
         for read, own, scale in zip((pool.get_key_buffer, pool.get_value_buffer), chunk, scales or (None, None), strict=True):
-            made.append(after_cached(None if slots is None else gathered(read(layer.layer_id), slots), own, scale))
+            made.append(concat_cached(None if slots is None else gathered(read(layer.layer_id), slots), own, scale))
         return made[0], made[1]
 
 

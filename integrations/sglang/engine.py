@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.startup import bytes_of
@@ -95,7 +95,8 @@ class SGLangEngine(Engine):
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
                 reason = layer_reason(layer, self.pool, runner.dtype)
-                self.roles[layer] = reason or role_of_shape(shape_of(layer), layer.layer_id, options.settings, rank, ranks)
+                served = (shape_of(layer), layer.layer_id, options.settings, rank, ranks)
+                self.roles[layer] = role_of_shape(*served) if reason is None else Stock(reason)
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
         """Log the roles, compile, and on a GPU hold the memory of the largest call until the first request."""

@@ -14,7 +14,7 @@ import torch
 
 from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, Role, SparseLayer, Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, decoded_options
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.versions import faults_in
@@ -88,34 +88,34 @@ class VLLMEngine(Engine):
         if not self._in_warm_up:
             super().count_step(role, split, is_sparse)
 
-    def settle(self, name: str, model: str, given: Mapping[str, Any]) -> SparseLayer | str:
+    def assign_role(self, name: str, model: str, given: Mapping[str, Any]) -> Role:
         """The role of a layer whose implementation got the arguments `given`, from now on; `model` is a path."""
         with _LOCK:
             if name not in self.roles:
                 self.roles[name] = self._role(layer_number(name), model, given)
             return self.roles[name]
 
-    def _role(self, number: int | None, model: str, given: Mapping[str, Any]) -> SparseLayer | str:
+    def _role(self, number: int | None, model: str, given: Mapping[str, Any]) -> Role:
         target = self._vllm_config.model_config
         # a model's own draft layers continue its numbers
         if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
-            return DRAFT
+            return Stock(DRAFT)
         if target.rswa_window is not None:
-            return "a window that leaves the prompt visible"
+            return Stock("a window that leaves the prompt visible")
         reason = layer_reason(given, self.dtype)
         if reason is not None or number is None:
-            return reason or "no layer number in its name"
+            return Stock(reason or "no layer number in its name")
         return role_of_shape(shape_of(given), number, self.options.settings, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
-        """Once: settle all layers, log the roles, compile, and make the largest call if memory is being measured."""
+        """Once: assign the roles of all layers, log them, compile, and make the largest call if memory is being measured."""
         with _LOCK:
             if self._prepared:
                 return
             self._prepared = True
-            layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask_settle")}
+            layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask_assign_role")}
             for name, layer in layers.items():
-                self._settle_layer(name, layer)
+                self._assign_layer_role(name, layer)
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
             latent = {x.attn_backend.get_builder_cls() for x in layers.values() if x.attn_backend.is_mla()}
             policy = policy._replace(least_rows=max([policy.least_rows, *map(self._least_rows, latent)]))
@@ -144,14 +144,14 @@ class VLLMEngine(Engine):
         if HAS_TRITON:
             pages_kernel.compile_for(widths, self.dtype, device)
 
-    def _settle_layer(self, name: str, layer: Any) -> None:
+    def _assign_layer_role(self, name: str, layer: Any) -> None:
         builder = layer.attn_backend.get_builder_cls()
         if not isinstance(layer, self.calling_layers()):
-            self.roles[name] = f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself"
+            self.roles[name] = Stock(f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself")
         # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
-            self.roles[name] = "its backend shows layers other requests"
-        layer.impl.flexmask_settle(name)
+            self.roles[name] = Stock("its backend shows layers other requests")
+        layer.impl.flexmask_assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:
         """More rows than a backend of latent attention decodes. vLLM raises it for guesses, but no builder exists yet."""

@@ -12,7 +12,7 @@ from vllm.config import get_current_vllm_config
 
 from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import StockBase
-from flexmask.integrations.serving.layers import SparseLayer, after_cached
+from flexmask.integrations.serving.layers import Role, SparseLayer, concat_cached
 from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import ARGUMENTS, DRAFT, LATENT_ARGUMENTS, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8, kernel_serves
@@ -21,8 +21,8 @@ if HAS_TRITON:
     from flexmask.integrations.vllm import pages_kernel
 
 
-class FindsItsRole(StockBase):  # type: ignore[misc]
-    """Mixin that settles the role of its layer."""
+class RoleMixin(StockBase):  # type: ignore[misc]
+    """Mixin that gets its layer's role from the engine."""
 
     flexmask_kernel = ""
 
@@ -33,13 +33,13 @@ class FindsItsRole(StockBase):  # type: ignore[misc]
         # vLLM tags the model it loads; a draft's layers may have the target's configuration
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self._model = DRAFT if is_draft else config.model_config.model
-        self._role: SparseLayer | str | None = None
+        self._role: Role | None = None
         self._given = given_arguments(super().__init__, *arguments, **options)
 
-    def flexmask_settle(self, name: str) -> None:
+    def flexmask_assign_role(self, name: str) -> None:
         """Note the role of the layer of this name."""
         if self._role is None:
-            self._role = self.flexmask_engine.settle(name, self._model, self._given)
+            self._role = self.flexmask_engine.assign_role(name, self._model, self._given)
 
     def flexmask_sparse_step(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
         """The role of a layer and the split step, if the layer runs it sparse; counts the step's tokens."""
@@ -74,7 +74,7 @@ def _same(value: Any, default: Any) -> bool:
     return value is default or (not isinstance(value, Tensor) and bool(value == default))
 
 
-class SparsePrefillImpl(FindsItsRole):
+class SparsePrefillImpl(RoleMixin):
     """Mixin before a stock implementation that splits a step's rows."""
 
     def forward(
@@ -85,7 +85,7 @@ class SparsePrefillImpl(FindsItsRole):
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self.flexmask_engine.prepare(query.device, in_profile=True)
         else:
-            self.flexmask_settle(layer.layer_name)
+            self.flexmask_assign_role(layer.layer_name)
         sparse = self.flexmask_sparse_step(attn_metadata)
         if sparse is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
@@ -127,7 +127,7 @@ class SparsePrefillImpl(FindsItsRole):
         if page_table is not None:
             keys, values = self.flexmask_gather(layer, kv_cache, page_table)
             cached = in_fp8(keys, cache), in_fp8(values, cache)
-        made = [after_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True)]
+        made = [concat_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True)]
         return made[0], made[1]
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ class SparsePrefillImpl(FindsItsRole):
         return gathered(kv_cache, page_table, self._given["head_size"])
 
 
-class SparseLatentImpl(FindsItsRole):
+class SparseLatentImpl(RoleMixin):
     """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention."""
 
     def forward_mha(

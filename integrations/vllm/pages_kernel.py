@@ -53,7 +53,7 @@ def _keys_and_values_kernel(
 def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Those of all of a request's tokens, (num_kv_heads, tokens, head_dim) each and contiguous; for what `kernel_serves`.
 
-    As `gathered` and then `after_cached`, of keys and of values. The chunk's, (rows, num_kv_heads, head_dim) each, stand behind
+    As `gathered` and then `concat_cached`, of keys and of values. The chunk's, (rows, num_kv_heads, head_dim) each, stand behind
     the cached ones. Tokens before the table's first are zero.
     """
     chunk_key, chunk_value = chunk

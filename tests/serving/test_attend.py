@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from flexmask import sparse_attention
 from flexmask.integrations.serving import layers as layers_module
 from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, after_cached, attend_chunk, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend_chunk, concat_cached, role_of_shape
 from flexmask.integrations.serving.startup import (
     bytes_of,
     call_of_size,
@@ -166,12 +166,12 @@ def test_the_largest_call_needs_its_keys_twice_and_more():
 @pytest.mark.parametrize("scale", [None, 0.03, torch.tensor(0.03), torch.tensor([0.5, 0.03, 7.0])])
 def test_own_rows_stand_behind_the_cached_ones_which_alone_are_scaled_and_rounded_once(cache, dtype, scale, skipped):
     own, cached = torch.randn(7, 3, 8).to(dtype), torch.randn(40, 3, 8).to(cache or dtype).transpose(0, 1)
-    made = after_cached(cached, own, scale, skipped)
+    made = concat_cached(cached, own, scale, skipped)
     assert made.is_contiguous()
     # 0.03 is no number of bfloat16: a scale in the dtype of the rows is off by up to 2**-9
     before = (cached.double() * torch.as_tensor(1 if scale is None else scale).float().view(-1, 1, 1)).to(dtype)
     assert torch.equal(made, torch.cat([before.new_zeros(3, skipped, 8), before, own.transpose(0, 1)], 1))
     # a cache is written to in place: rows behind nothing are copied
-    alone = after_cached(None, own)
+    alone = concat_cached(None, own)
     assert alone.is_contiguous() and alone.data_ptr() != own.data_ptr()
     assert torch.equal(alone, own.transpose(0, 1))

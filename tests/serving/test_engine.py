@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, after_cached, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, concat_cached, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.settings import PrefillSettings
 from tests.expected import rows_attention
@@ -40,7 +40,7 @@ class Plain(Engine):
         for request in split.sparse:
             _, query, *own = chunks[request.batch_index]
             cached = (None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
-            keys, values = (after_cached(*parts) for parts in zip(cached, own, strict=True))
+            keys, values = (concat_cached(*parts) for parts in zip(cached, own, strict=True))
             outputs[request.batch_index] = self.attend(role, request, query, keys, values)
         return outputs
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexmask.dense_policy import DensePolicy
-from flexmask.integrations.serving.layers import LayerShape, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options, prefix_key, request_options
 from flexmask.integrations.sglang.options import VARIABLE
 from flexmask.integrations.sglang.options import serving_options as options_of_sglang
@@ -209,7 +209,7 @@ def test_a_gamma_is_refused_where_the_server_s_own_keeps_a_layer_stock(options, 
     server = ServingOptions(PrefillSettings(**options), num_layers=4)
     shape = LayerShape(num_heads=4 // ranks, num_kv_heads=1, head_dim=32, v_head_dim=32, scale=0.2)
     roles = [role_of_shape(shape, number, server.settings, rank, ranks) for number in range(4) for rank in range(ranks)]
-    assert ("every head keeps every block" in roles) == (stock is not None)
+    assert (Stock("every head keeps every block") in roles) == (stock is not None)
     if stock is None:
         assert request_options({"flexmask_gamma": 0.5}, lambda: server, ranks) == RequestOptions(gamma=0.5)
         return

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from flexmask.integrations.serving.layers import SparseLayer, Stock
 from flexmask.integrations.serving.options import ServingOptions
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
     ],
 )
 def test_layers_that_are_not_served_have_a_reason(layer, reason):
-    assert list(Served(KEEP_ALL, **layer).engine.roles.values()) == [reason]
+    assert list(Served(KEEP_ALL, **layer).engine.roles.values()) == [Stock(reason)]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,11 @@ def test_caches_that_are_not_served_have_a_reason(changes, reason):
         for name, value in changes.items():
             setattr(pool, name, value)
         made = SGLangEngine(each.runner, ServingOptions(KEEP_ALL, "torch_native"))
-        assert list(made.roles.values()) == [reason]
+        assert list(made.roles.values()) == [Stock(reason)]
 
 
 def test_a_window_runs_stock_beside_a_soft_cap_that_is_served():
-    assert not isinstance(next(iter(Served(KEEP_ALL, logit_cap=30.0).engine.roles.values())), str)
+    assert isinstance(next(iter(Served(KEEP_ALL, logit_cap=30.0).engine.roles.values())), SparseLayer)
     stock, ours = Served(sliding_window_size=63), Served(KEEP_ALL, sliding_window_size=63)
     torch.testing.assert_close(outputs(ours), outputs(stock), rtol=0, atol=0)
 

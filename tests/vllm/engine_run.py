@@ -107,9 +107,12 @@ class Asked(programs.Asked):
 
     def roles(self):
         """By layer: window, sinks and soft cap where it is sparse, else the reason."""
+        from flexmask.integrations.serving.layers import Stock
 
         def told(role):
-            return role if isinstance(role, str) else {"window": role.window, "sinks": role.has_sinks, "softcap": role.softcap}
+            if isinstance(role, Stock):
+                return role.reason
+            return {"window": role.window, "sinks": role.has_sinks, "softcap": role.softcap}
 
         return {name: told(role) for name, role in self.engine.roles.items()}
 

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
+from flexmask.integrations.serving.layers import Stock
 from tests.vllm.stock_steps import LAYER, MIXES, assert_stock_outputs, step_of
 
 
@@ -20,7 +21,7 @@ def test_drafts_graphs_wrappers_and_stock_layers_are_not_split(parts, config, en
     derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], config, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
     assert caplog.messages == ["flexmask: attention runs stock: Derived shows layers other requests"]
-    engine.roles["stock"] = "in dense_layers"
+    engine.roles["stock"] = Stock("in dense_layers")
     of_stock_layers = type(builder)(None, ["stock"], config, torch.device("cpu"))
     assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
     verifying = common.replace(is_prefilling=torch.tensor([False]))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexmask.integrations.serving.layers import SparseLayer, role_of_shape
+from flexmask.integrations.serving.layers import SparseLayer, Stock, role_of_shape
 from flexmask.integrations.vllm.engine import layer_number, layer_reason, shape_of
 from flexmask.settings import PrefillSettings
 
@@ -16,7 +16,8 @@ GIVEN = {"num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, "at
 
 def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
     given = {**GIVEN, **given}
-    return layer_reason(given, dtype) or role_of_shape(shape_of(given), number, settings or PrefillSettings(), *ranks)
+    reason = layer_reason(given, dtype)
+    return Stock(reason) if reason else role_of_shape(shape_of(given), number, settings or PrefillSettings(), *ranks)
 
 
 def test_number_of_a_layer_by_its_name():
@@ -32,8 +33,8 @@ def test_latent_attention_is_served_as_the_plain_attention_that_it_becomes():
     layer = role(**LATENT)
     assert isinstance(layer, SparseLayer)
     assert (layer.num_kv_heads, layer.head_dim, layer.v_head_dim) == (4, 192, 128)
-    assert role(**LATENT, kv_cache_dtype="fp8") == "a cache of fp8"
-    assert role(**LATENT, indexer=torch.nn.Identity()) == "indexer, which flexmask does not know"
+    assert role(**LATENT, kv_cache_dtype="fp8") == Stock("a cache of fp8")
+    assert role(**LATENT, indexer=torch.nn.Identity()) == Stock("indexer, which flexmask does not know")
 
 
 SERVED = [
@@ -67,7 +68,7 @@ SERVED = [
 )
 def test_layers_are_served_or_say_why_they_stay_stock(given, message):
     found = role(**given)
-    assert isinstance(found, SparseLayer) if message is None else message in found
+    assert isinstance(found, SparseLayer) if message is None else message in found.reason
 
 
 def test_a_method_that_takes_no_chunks_is_refused():

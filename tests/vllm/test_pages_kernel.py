@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flexmask.integrations.serving.layers import after_cached
+from flexmask.integrations.serving.layers import concat_cached
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable, gathered, kernel_serves
 
@@ -50,7 +50,7 @@ def call_of(order, page_size, cached_len, skipped, rows, head_dim, dtype, device
 
 def by_torch(cache, page_table, chunk):
     cached = gathered(cache, page_table, chunk[0].shape[2])
-    return [after_cached(*parts, skipped=page_table.first) for parts in zip(cached, chunk, strict=True)]
+    return [concat_cached(*parts, skipped=page_table.first) for parts in zip(cached, chunk, strict=True)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.integrations.serving.layers import SparseLayer, Stock
 from flexmask.integrations.vllm.engine import VLLMEngine, engine_of
 from tests.vllm.configs import config_of
 
@@ -42,15 +42,15 @@ def test_what_cannot_be_served_is_refused_by_name(options, parallel, message):
         VLLMEngine(config_of(options, **parallel))
 
 
-def test_roles_of_other_layers_are_reasons():
+def test_other_layers_are_stock_with_a_reason():
     engine = VLLMEngine(config_of({"dense_layers": [1]}))
-    assert engine.settle("model.layers.1.attn", "a", GIVEN) == "in dense_layers"
-    assert engine.settle("draft.layers.3.attn", "a", GIVEN) == "a draft model's"
-    assert engine.settle("draft.layers.2.attn", "b", GIVEN) == "a draft model's"
-    assert engine.settle("model.attn", "a", GIVEN) == "no layer number in its name"
+    assert engine.assign_role("model.layers.1.attn", "a", GIVEN) == Stock("in dense_layers")
+    assert engine.assign_role("draft.layers.3.attn", "a", GIVEN) == Stock("a draft model's")
+    assert engine.assign_role("draft.layers.2.attn", "b", GIVEN) == Stock("a draft model's")
+    assert engine.assign_role("model.attn", "a", GIVEN) == Stock("no layer number in its name")
     windowed = config_of()
     windowed.model_config.rswa_window = 128
-    assert engine_of(windowed).settle("model.layers.0.attn", "a", GIVEN) == "a window that leaves the prompt visible"
+    assert engine_of(windowed).assign_role("model.layers.0.attn", "a", GIVEN) == Stock("a window that leaves the prompt visible")
 
 
 def test_one_engine_for_a_configuration():
@@ -90,7 +90,7 @@ def engine_with_layers(options, builders=None, is_latent=False):
     engine.calling_layers = lambda: (SimpleNamespace,)
     for number, builder in enumerate(builders or [builder_class()] * 3):
         name = f"model.layers.{number}.attn"
-        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_settle=lambda name: engine.settle(name, "a", GIVEN))
+        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_assign_role=lambda name: engine.assign_role(name, "a", GIVEN))
         backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()
@@ -136,8 +136,8 @@ def test_layers_that_the_engine_calls_in_another_way_are_dense():
     engine.layers["model.layers.1.attn"] = latent()
     engine.prepare(torch.device("cpu"), False)
     first, second, third = engine.roles.values()
-    assert first == "its backend shows layers other requests"
-    assert second == "a layer of type LatentAttention, which calls the engine's kernels itself"
+    assert first == Stock("its backend shows layers other requests")
+    assert second == Stock("a layer of type LatentAttention, which calls the engine's kernels itself")
     assert isinstance(third, SparseLayer)
 
 
