@@ -184,28 +184,34 @@ def plan_call(
     Run dense: calls below the policy's size (unless `at_any_length`), layers that it names, calls whose heads keep every block.
     Otherwise plan groups; key heads that keep every block run dense.
     """
-    policy, num_heads, num_kv_heads = call_options.policy, inputs.query.shape[1], inputs.key.shape[1]
-    per_key, keeps_every_block = num_heads // num_kv_heads, selector.keeps_every_block_by_head(num_heads)
+    policy, keeps_every_block = call_options.policy, selector.keeps_every_block_by_head(inputs.query.shape[1])
     is_causal = has_causal_kernel(inputs)
-    fits = policy.dense_below > 0 and not return_lse and is_causal
-    reason = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
-    if reason is None and layer is not None:
-        reason = policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_every_block)
-        if reason is not None and not is_causal:
-            causal = METHODS["causal"].checked(selector.block_size, {}).for_inputs(inputs)
-            return _in_groups(inputs, causal, call_options, reason, return_lse, (False,) * num_kv_heads)
-    if reason is None and fits:
-        reason = policy.by_selection(keeps_every_block)
+    heads_may_be_dense = is_causal and policy.dense_below > 0 and not return_lse
+    of_size = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
+    of_layer = None if layer is None else policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_every_block)
+    reason = of_size or of_layer or (policy.by_selection(keeps_every_block) if heads_may_be_dense else None)
     if reason is not None:
-        return dense_plan(inputs, selector.block_size, call_options, reason, return_lse, lists_only=not selector.is_users)
+        if is_causal or of_size is not None:
+            return dense_plan(inputs, selector.block_size, call_options, reason, return_lse, lists_only=not selector.is_users)
+        # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
+        selector = METHODS["causal"].checked(selector.block_size, {}).for_inputs(inputs)
+    dense, most_kept = (False,) * inputs.key.shape[1], None
     # in a surrounding compilation nothing orders what empties lists before what reads them
-    if not fits or inputs.needs_grad or is_traced():
-        return _in_groups(inputs, selector, call_options, None, return_lse, (False,) * num_kv_heads)
+    if heads_may_be_dense and not inputs.needs_grad and not is_traced():
+        dense, most_kept = _dense_key_heads(inputs, selector, keeps_every_block)
+    return _in_groups(inputs, selector, call_options, reason, return_lse, dense, most_kept)
+
+
+def _dense_key_heads(
+    inputs: AttentionInputs, selector: FittedMethod, keeps_every_block: list[bool]
+) -> tuple[tuple[bool, ...], float | None]:
+    """Key heads whose query heads keep every block, and the density above which another runs dense, too."""
+    num_kv_heads = inputs.key.shape[1]
+    per_key = len(keeps_every_block) // num_kv_heads
+    dense = tuple([all(keeps_every_block[head * per_key : (head + 1) * per_key]) for head in range(num_kv_heads)])
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
     reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.is_users
-    dense = tuple([all(keeps_every_block[head : head + per_key]) for head in range(0, num_heads, per_key)])
-    most_kept = CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
-    return _in_groups(inputs, selector, call_options, None, return_lse, dense, most_kept)
+    return dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
 
 
 def dense_plan(
@@ -228,7 +234,7 @@ def _in_groups(
     reason: str | None,
     return_lse: bool,
     dense: tuple[bool, ...],
-    most_kept: float | None = None,
+    most_kept: float | None,
 ) -> Plan:
     groups = selector.groups(inputs, call_options.max_mask_bytes)
     # a group may have fewer query heads per key head
