@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from torch import Tensor
 
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.base.checks import check_bool, check_shape
-from flexmask.base.inputs import AttentionInputs, attention_inputs
-from flexmask.call_options import DEFAULT_MASK_BYTES, CallOptions, checked_call_options
+from flexmask.base.inputs import attention_inputs
+from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
 from flexmask.plans import Plan, plan_call
-from flexmask.selector import Method, selector_of
+from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats
 
 RECOMMENDED = "hybrid"
@@ -164,15 +164,11 @@ def sparse_attention(
     torch.Size([1, 4, 512, 32])
     """
     check_bool("return_stats", return_stats)
-    check_bool("return_lse", return_lse)
-    selector = selector_of(method, block_size, options)
-    call_options = checked_call_options(backend, dense_below, max_mask_bytes)
-    inputs = _inputs(
-        query, key, value, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
-        prompt_len=prompt_len, sinks=sinks,
+    made = _planned(
+        query, key, value, method, block_size, options, (backend, dense_below, max_mask_bytes), return_lse, scale=scale,
+        softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len, sinks=sinks,
     )  # fmt: skip
-    plan_of_call = _planned(selector, call_options, inputs, return_lse)
-    return plan_of_call.attend(plan_of_call.inputs, STATISTICS if return_stats else ()).results()
+    return made.attend(made.inputs, STATISTICS if return_stats else ()).results()
 
 
 def plan(
@@ -229,22 +225,21 @@ def plan(
     >>> [made.run(query, key, value).shape[2] for query, key, value in layers]
     [512, 512]
     """
+    return _planned(
+        query, key, value, method, block_size, options, (backend, dense_below, max_mask_bytes), return_lse, scale=scale,
+        softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len, sinks=sinks,
+    ).without_tensors()  # fmt: skip
+
+
+def _planned(
+    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any], block_size: int, options: Mapping[str, Any],
+    call_options: tuple[str, int | None, int], return_lse: bool, **geometry: Any,
+) -> Plan:  # fmt: skip
     check_bool("return_lse", return_lse)
     selector = selector_of(method, block_size, options)
-    call_options = checked_call_options(backend, dense_below, max_mask_bytes)
-    inputs = _inputs(
-        query, key, value, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
-        prompt_len=prompt_len, sinks=sinks,
-    )  # fmt: skip
-    return _planned(selector, call_options, inputs, return_lse).without_tensors()
-
-
-def _inputs(query: Tensor, key: Tensor, value: Tensor, **geometry: Any) -> AttentionInputs:
+    checked = checked_call_options(*call_options)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
-    return attention_inputs(query, key, value, **geometry)
-
-
-def _planned(selector: Method, call_options: CallOptions, inputs: AttentionInputs, return_lse: bool) -> Plan:
-    plan_of_call = plan_call(inputs, selector.for_inputs(inputs), call_options, return_lse)
-    notice_dense(plan_of_call.reason, inputs.query.shape[2])
-    return plan_of_call
+    inputs = attention_inputs(query, key, value, **geometry)
+    made = plan_call(inputs, selector.for_inputs(inputs), checked, return_lse)
+    notice_dense(made.reason, inputs.query.shape[2])
+    return made
