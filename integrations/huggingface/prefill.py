@@ -30,9 +30,10 @@ _log = logging.getLogger("flexmask")
 
 
 class _Exit:
-    """``__exit__`` as one ``with`` statement or ExitStack looks it up, before it enters. It alone holds the scope.
+    """Descriptor for ``__exit__``.
 
-    So an interrupt before the first line of an ``__exit__`` ends the block too, whoever keeps the `sparse_prefill`.
+    Each lookup (by a ``with`` statement or an ExitStack, before ``__enter__``) creates a callable that holds the only strong
+    reference to the scope. If an interrupt arrives before ``__exit__`` runs, dropping that callable closes the scope.
     """
 
     def __init__(self, context: sparse_prefill | None = None) -> None:
