@@ -1,4 +1,4 @@
-"""One request's chunk: its keys behind the cached ones, and the core's own attention in the engine's layout."""
+"""One request's chunk: its keys after the cached ones, and the core's own attention in the engine's layout."""
 
 from dataclasses import replace
 
@@ -10,21 +10,11 @@ from flexmask import sparse_attention
 from flexmask.integrations.serving import layers as layers_module
 from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend_chunk, concat_cached, role_of_shape
-from flexmask.integrations.serving.startup import (
-    bytes_of,
-    call_of_size,
-    grouped_sizes,
-    heads_together,
-    reserve,
-    warm_sizes,
-    warm_up,
-)
+from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
 
 SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
 OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
-# masks of all heads do not fit from some hundred tokens on
-FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
 CPU = torch.device("cpu")
 
 
@@ -103,75 +93,18 @@ def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
         assert counters.density == pytest.approx(float(stats.density.mean())) and counters.density < 1
 
 
-def test_sizes_of_the_warm_up():
-    # FlexAttention's main kernel needs more rows than a block of 64
-    short = [size for size in warm_sizes(layer_of(block_size=64), (4096, 8192), CPU) if size[0] < 128]
-    assert short == [(64, 1100), (127, 1100)]
-    assert (127, 127) in warm_sizes(layer_of(block_size=64, dense_below=100), (4096, 8192), CPU)
-    assert min(warm_sizes(layer_of(), (4096, 8192), CPU)) == (128, 1100)
-    assert grouped_sizes(layer_of(), (4096, 8192), CPU) == []
-
-
-@pytest.mark.parametrize("largest", [(2048, 2048), (512, 2048), (64, 2048)])
-def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
-    layer = layer_of(**FEW_HEADS)
-    sizes = grouped_sizes(layer, largest, CPU)
-    found = [(heads_together(layer, size, CPU), size[0] == size[1]) for size in sizes]
-    reached = set()
-    for tokens in range(160, largest[1] + 1, 32):
-        for size in ((tokens, tokens), (min(largest[0], tokens - 64), tokens)):
-            heads = heads_together(layer, size, CPU)
-            if size[0] <= largest[0] and heads < 4:
-                reached.add((heads, size[0] == size[1]))
-    assert len(reached) >= 2
-    for kind in reached:
-        assert found.count(kind) >= 2
-        first, second = (size for size, same in zip(sizes, found, strict=True) if same == kind)
-        assert first[0] != second[0]
-        assert first[1] != second[1]
-
-
-@pytest.mark.attention
-@pytest.mark.slow
-def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
-    layer, largest = layer_of(**{**OPTIONS, **FEW_HEADS}), (1024, 1024)
-    with torch.inference_mode():
-        warm_up([layer], largest, CPU, torch.float32, True)
-        for size in grouped_sizes(layer, largest, CPU):
-            call_of_size(layer, size, CPU, torch.float32, ("density",))
-        compiled = dynamo_counters["stats"]["unique_graphs"]
-        for size in ((1024, 1024), (800, 1024), (900, 900)):
-            assert heads_together(layer, size, CPU) < 4
-            call_of_size(layer, size, CPU, torch.float32, ("density",))
-    assert dynamo_counters["stats"]["unique_graphs"] == compiled
-
-
-@pytest.mark.gpu
-@pytest.mark.attention
-def test_the_largest_call_needs_its_keys_twice_and_more():
-    device, size = torch.device("cuda"), (512, 4096)
-    layer = layer_of(**OPTIONS)
-    with torch.inference_mode():
-        warm_up([layer], size, device, torch.bfloat16, True)
-        before = torch.cuda.memory_allocated(device)
-        needed = bytes_of(lambda: reserve([layer], size, device, torch.bfloat16, True), device)
-    keys_and_values = 2 * 2 * size[1] * 2 * 32
-    assert needed > 2 * keys_and_values
-    assert torch.cuda.memory_allocated(device) == before
-
-
 @pytest.mark.parametrize("skipped", [0, 5])
 @pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [None, 0.03, torch.tensor(0.03), torch.tensor([0.5, 0.03, 7.0])])
-def test_own_rows_stand_behind_the_cached_ones_which_alone_are_scaled_and_rounded_once(cache, dtype, scale, skipped):
+def test_own_rows_stand_after_the_cached_ones_which_alone_are_scaled_and_rounded_once(cache, dtype, scale, skipped):
     own, cached = torch.randn(7, 3, 8).to(dtype), torch.randn(40, 3, 8).to(cache or dtype).transpose(0, 1)
     made = concat_cached(cached, own, scale, skipped)
     assert made.is_contiguous()
     # 0.03 is no number of bfloat16: a scale in the dtype of the rows is off by up to 2**-9
     before = (cached.double() * torch.as_tensor(1 if scale is None else scale).float().view(-1, 1, 1)).to(dtype)
     assert torch.equal(made, torch.cat([before.new_zeros(3, skipped, 8), before, own.transpose(0, 1)], 1))
-    # a cache is written to in place: rows behind nothing are copied
+    # a cache is written to in place: rows after nothing are copied
     alone = concat_cached(None, own)
     assert alone.is_contiguous() and alone.data_ptr() != own.data_ptr()
     assert torch.equal(alone, own.transpose(0, 1))
