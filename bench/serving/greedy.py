@@ -15,7 +15,7 @@ from typing import Any
 from bench.answers.evaluate import DENSE
 from bench.answers.prompts import read_prompts
 from bench.rows import Row, append_row
-from bench.serving import first_token
+from bench.serving import first_token, vllm_engine
 from flexmask.json_settings import json_data
 
 _SHOWN = 160  # characters of an answer
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(options: argparse.Namespace) -> argparse.Namespace:
-    """Those of `first_token.make_engine`."""
+    """Those of `vllm_engine.make_engine`."""
     arguments = [
         "--model",
         options.model,
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_arguments(parser)
     options = parser.parse_args(arguments)
     lengths = {"max_model_len": options.most_tokens, "hf_overrides": {"max_position_embeddings": options.most_tokens}}
-    llm = first_token.make_engine(engine_options(options), **{**lengths, **options.engine})
+    llm = vllm_engine.make_engine(engine_options(options), **{**lengths, **options.engine})
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)

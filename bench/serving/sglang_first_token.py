@@ -23,7 +23,7 @@ import torch
 
 from bench.prompts.models import SHAPES
 from bench.rows import Sheet
-from bench.serving import first_token
+from bench.serving import vllm_engine
 from bench.speed.clock import device_name
 
 # of hybrid at gamma 0.9 on SmolLM2 (bench/archive/EARLIER.md), by tokens; shorter and longer prompts take the nearest length's
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokens = options.prompt_tokens
-    model = first_token.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
+    model = vllm_engine.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
     settings = {attention: settings_of(attention, tokens) for attention in (STOCK, HYBRID)}
     logs = {attention: Path(tempfile.mkstemp(".log")[1]) for attention in settings}
     engines = {}
@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common |= {"device": device_name(), "sglang": sglang.__version__, "torch": torch.__version__, "rounds": options.rounds}
     sheet = Sheet(options.csv, COLUMNS, IDENTITY)
     for number, new_tokens in [(1, 1), *([(options.at_once, options.new_tokens)] if options.at_once else [])]:
-        prompts = first_token.prompts(options, tokens, number)
+        prompts = vllm_engine.prompts(options, tokens, number)
         rounds = [
             {name: generate(engine, prompts, new_tokens) for name, engine in engines.items()} for _ in range(options.rounds + 1)
         ]
