@@ -29,7 +29,7 @@ class Attended(NamedTuple):
     counts: tuple[Tensor, ...] = ()  # of kept blocks, (batch, heads or 1, num_q_blocks) int32, two per group; none in dense calls
 
     def results(self) -> Any:
-        """As public functions return them: the output, or a tuple of it and what was requested in addition."""
+        """The output, or a tuple of it and what was requested in addition, as public functions return them."""
         extras = tuple([x for x in (self.lse, self.stats) if x is not None])
         return (self.out, *extras) if extras else self.out
 
@@ -88,7 +88,7 @@ def _attend_to_blocks(inputs: PositionedInputs, selection: Selection, backend: B
 
 
 def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool]:
-    """For each key head: its query heads keep more than this share of a whole prompt's blocks."""
+    """True for key heads whose query heads keep more than this share of a whole prompt's blocks."""
     batch, num_heads, q_blocks = lists.kv_num_blocks.shape
     if num_heads % num_kv_heads:
         return [False] * num_kv_heads  # one mask for all heads

@@ -107,7 +107,7 @@ def sparse_attention(
         device (clamped there). Keys from ``q_offset + q_len`` on are absent. Default None: kv_len - q_len.
     prompt_len
         Tokens, >= 1, of the whole prompt if this call is a chunk of it, padding included: thresholds of ``"hybrid"`` follow it.
-        Blocks of padding behind the chunk count too, so rows padded on the right keep more. No other method reads it. Default
+        Blocks of padding after the chunk count too, so rows padded on the right keep more. No other method reads it. Default
         None: the prompt ends with the call's last row.
     sinks
         (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss), unused by

@@ -77,7 +77,7 @@ def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], varian
 
 
 def _what_is_new(name: str, numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...], state: Hashable) -> str:
-    """A compilation in words, which no other one has: where its kind was compiled before, with what differs."""
+    """A compilation in words that no other has: where its kind was compiled before, with what differs."""
     words = f"{name} ({', '.join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))})"
     by_part = {"other heads or sizes": numbers, "another mode (gradients, autocast, threads)": state}
     is_first = first_time(words)

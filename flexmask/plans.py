@@ -69,7 +69,7 @@ class Plan:
         Returns
         -------
         Tensor
-            (batch, num_heads, q_len, v_head_dim), and what `flexmask.sparse_attention` returns behind it.
+            (batch, num_heads, q_len, v_head_dim), and what `flexmask.sparse_attention` returns after it.
 
         Raises
         ------

@@ -136,7 +136,7 @@ def plot_attention(
 
 
 def _new_axes(width: float, height: float) -> Axes:
-    """Of a new figure of pyplot, which notebooks show."""
+    """The axes of a new figure of pyplot, which notebooks show."""
     import matplotlib.pyplot as plt
 
     return plt.subplots(figsize=(width, height), dpi=130, layout="constrained")[1]

@@ -49,7 +49,7 @@ def run_plain(
 
 
 def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...]) -> Selection:
-    """As `run_plain`, of some query rows at a time."""
+    """Run a method in plain steps on some query rows at a time."""
     query, q_len, first, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
     assert rows is not None
     if first is None:
@@ -78,7 +78,7 @@ class MapOfSlices(Method):
 def plain_result(
     inputs: PositionedInputs, block_size: int, selector: Method, statistics: tuple[str, ...], end: Tensor | None
 ) -> Selection:
-    """As torch compiles it."""
+    """Cut a call into blocks and run a method on it, as torch compiles both."""
     return result_of(cut_into_blocks(inputs, block_size, plain, end), selector, statistics)
 
 

@@ -20,7 +20,7 @@ from flexmask.stats import empty
 def as_one_operator(
     prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
-    """As `run_kernels`, traced."""
+    """Run a method by kernels in a graph that torch traces."""
     selector = prepared.selector
     # a plan that was made before the compilation has numbers
     for_steps = with_device_numbers(selector, inputs.query, keep_numbers=False)

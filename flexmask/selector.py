@@ -30,7 +30,7 @@ class UnknownOption(TypeError):
         self.message, self.option, self.names = message, option, names
 
     def with_names(self, *names: str) -> UnknownOption:
-        """The same, with more keywords that the caller takes."""
+        """The error with more keywords that the caller takes."""
         return UnknownOption(self.message, self.option, (*self.names, *names))
 
 
@@ -90,7 +90,7 @@ class Method:
         """Raise for options that do not fit each other or the block."""
 
     def check_call(self, inputs: AttentionInputs) -> None:
-        """Raise for calls that it does not serve."""
+        """Raise for calls that the method does not serve."""
 
     def keeps_every_block(self) -> bool:
         """True if a head with these options, numbers by head its own, keeps all its blocks."""
@@ -101,7 +101,7 @@ class Method:
         return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers(inputs.key.shape[2])
 
     def row_numbers(self, kv_len: int) -> int:
-        """Float32 numbers that it writes out per query row and head.
+        """Float32 numbers that the method writes out per query row and head.
 
         Not 0: it runs on slices of rows, so a query block's choice must depend only on its own rows and the keys.
         """
@@ -128,12 +128,12 @@ class Method:
         return made
 
     def with_options(self: _Method, **options: Any) -> _Method:
-        """The same with other values in some options, which are not checked."""
+        """The method with other values in some options, which are not checked."""
         return self.unchecked(block_size=self.block_size, **{**self.options, **options})
 
     @property
     def options(self) -> dict[str, Any]:
-        """By name; by head a number, a tuple or a tensor."""
+        """The options by name; one by head is a number, a tuple or a tensor."""
         return {name: getattr(self, name) for name in self.defaults}
 
     @property
@@ -160,7 +160,7 @@ class Method:
         return self.with_options(**filled)
 
     def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
-        """The same for these inputs; raises if numbers by head do not fit, or the method does not serve them."""
+        """The method for these inputs; raises if its numbers by head do not fit, or it does not serve them."""
         fitted = self.fit_to_heads(inputs.query)
         fitted.check_call(inputs)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
@@ -172,7 +172,7 @@ class Method:
         return cast("FittedMethod", fitted)
 
     def keeps_every_block_by_head(self, num_heads: int) -> list[bool]:
-        """For each query head: it keeps all its blocks. Reads no tensor."""
+        """True for query heads that keep all their blocks. Reads no tensor."""
         by_head = {name: x for name in self.by_head if isinstance(x := getattr(self, name), (tuple, Tensor))}
         if any(isinstance(x, Tensor) for x in by_head.values()):
             return [False] * num_heads
@@ -193,12 +193,12 @@ class Method:
         return max(needed, tiled_list_bytes(inputs, self.block_size))
 
     def runs_kernels(self, query: Tensor) -> bool:
-        """True if the Triton kernels serve it."""
+        """True if Triton kernels serve the method."""
         return HAS_TRITON and query.is_cuda and self.has_kernels and is_in_memory(query)
 
     @property
     def title(self) -> str:
-        """Its name with its options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
+        """The name with the options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
         if is_traced():
             return self.name
         shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}

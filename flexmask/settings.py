@@ -118,7 +118,7 @@ class PrefillSettings:
         return f"PrefillSettings({', '.join(f'{name}={value!r}' for name, value in self.keywords.items())})"
 
     def with_fields(self, **changes: Any) -> PrefillSettings:
-        """The same with other values of some keywords."""
+        """The settings with other values of some keywords."""
         return PrefillSettings(**{**self.keywords, **changes})
 
     @functools.cached_property
@@ -183,7 +183,7 @@ class PrefillSettings:
 
     @classmethod
     def parse(cls, text: str | bytes, source: str = "settings") -> PrefillSettings:
-        """The settings in the text of such a file."""
+        """The settings in the text of a file that `save` wrote, or of a ``config.json``."""
         try:
             saved = json_data(text)
         except ValueError as error:

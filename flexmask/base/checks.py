@@ -80,7 +80,7 @@ def check_strided(name: str, tensor: Tensor) -> None:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """As `check_strided`; also refuse DTensors and tensors of ``torch.vmap``, the meta device or a mode that is left."""
+    """Refuse what `check_strided` does, DTensors, and tensors of ``torch.vmap``, the meta device or a mode that is left."""
     if is_traced():
         return
     check_strided(name, tensor)
@@ -220,7 +220,7 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_numbers(value: Any) -> Any:
-    """As `plain_number`, also inside sequences and arrays, which come back as tuples; tensors stay tensors."""
+    """Apply `plain_number`, also inside sequences and arrays, which come back as tuples; tensors stay tensors."""
     if type(value) in _PLAIN or isinstance(value, (str, bytes, Tensor)):
         return value
     if hasattr(value, "__array__") and hasattr(value, "tolist") and not isinstance(value, numbers.Number):

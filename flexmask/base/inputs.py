@@ -81,19 +81,19 @@ class AttentionInputs(NamedTuple):
         absent = None if self.attention_mask is None else ~self.attention_mask
         if self.offset is not None:
             end = cast(Tensor, self.end).unsqueeze(-1)
-            behind = torch.arange(self.key.shape[2], device=self.key.device) >= end
-            absent = behind if absent is None else absent | behind
+            after = torch.arange(self.key.shape[2], device=self.key.device) >= end
+            absent = after if absent is None else absent | after
         return None if absent is None else absent[:, None, :, None]
 
     def for_attention(self) -> PositionedInputs:
-        """For attention: detached unless gradients are needed, and zero where no token is.
+        """The inputs of attention: detached unless gradients are needed, and zero where no token is.
 
         Neither a weight nor a gradient of 0 hides NaN.
         """
         return self.for_attention_with(self.with_offset().offset, self.absent_keys())
 
     def for_attention_with(self, offset: Tensor | None, absent: Tensor | None) -> PositionedInputs:
-        """As `for_attention`, with the offset of `with_offset` and `absent_keys`."""
+        """The inputs `for_attention`, given the offset of `with_offset` and `absent_keys`."""
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
@@ -117,7 +117,7 @@ class AttentionInputs(NamedTuple):
         return cast("PositionedInputs", self.with_fields(offset=offset))
 
     def with_fields(self: _Inputs, **fields: Any) -> _Inputs:
-        """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
+        """The inputs with other values in some fields; torch 2.5 cannot trace `_replace`."""
         values = {name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS}
         return cast("_Inputs", AttentionInputs(**values))
 

@@ -78,7 +78,7 @@ class Selection(NamedTuple):
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def without_heads(self, runs: Sequence[slice]) -> Selection:
-        """With empty lists in runs of query heads; the indices are shared."""
+        """The selection with empty lists in runs of query heads; the indices are shared."""
         counts, full_counts = self.lists.kv_num_blocks.clone(), self.lists.full_kv_num_blocks.clone()
         for heads in runs:
             counts[:, heads] = 0
@@ -86,7 +86,7 @@ class Selection(NamedTuple):
         return self.with_fields(lists=BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices))
 
     def with_fields(self, **fields: Any) -> Selection:
-        """The same with other values in some fields; torch 2.5 cannot trace `_replace`."""
+        """The selection with other values in some fields; torch 2.5 cannot trace `_replace`."""
         return Selection(**{name: fields[name] if name in fields else getattr(self, name) for name in _FIELDS})
 
 

@@ -43,7 +43,7 @@ def num_blocks(length: int, block_size: int) -> int:
 def most_of_prompt(most: Tensor, end: Tensor | int, prompt_len: int | None, block_size: int, window: int | None) -> Tensor:
     """The most key blocks that a query block of the whole prompt sees, shaped as `most`, or (batch,): that of rows before `end`.
 
-    Every block of the prompt behind these rows is one more, up to those that a window reaches.
+    Every block of the prompt after these rows is one more, up to those that a window reaches.
     """
     if prompt_len is None:
         return most

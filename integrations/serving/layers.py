@@ -70,7 +70,7 @@ class SparseLayer(LayerShape):
         return (*shape, self.selector.name, self.selector.block_size, *self.selector.options.items())
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
-        """The same with one gamma for all heads, which compiles nothing; None: as it is."""
+        """The layer with one gamma for all heads, which compiles nothing; None: as it is."""
         return self if gamma is None else _with_gamma(self, gamma)
 
 
