@@ -23,7 +23,7 @@ SLACK = 1 / 64
 
 
 class Rule(NamedTuple):
-    """The constants of the method: multiples of `even_shares`. bench/HYBRID_ABLATIONS.md has how they were chosen."""
+    """The constants of the method: multiples of `threshold_unit`. bench/HYBRID_ABLATIONS.md has how they were chosen."""
 
     # of a query block's root mean square attention to key means that keeps a key block there
     row_multiple: float = 32
