@@ -25,6 +25,7 @@ from bench.prompts.models import SHAPES
 from bench.rows import Sheet
 from bench.serving import vllm_engine
 from bench.speed.clock import device_name
+from flexmask.json_settings import json_data
 
 # of hybrid at gamma 0.9 on SmolLM2 (bench/archive/EARLIER.md), by tokens; shorter and longer prompts take the nearest length's
 OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
@@ -42,6 +43,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
     parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
     parser.add_argument("--prompt-tokens", type=int, default=32768)
+    parser.add_argument("--texts", type=Path, help="with --model: prompts are the beginnings of these texts")
+    parser.add_argument("--settings", type=json_data, help="the plug-in's, JSON (hybrid with the density of real text)")
+    parser.add_argument("--override", help='JSON over the model\'s config, like {"rope_parameters": ...}')
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens per prompt in the measurement of throughput")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that a median is taken over, after the first")
@@ -73,7 +77,7 @@ def density(log: Path) -> float | None:
 
 def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any]) -> Any:
     """Start an engine: the plug-in under `settings`, stock without any."""
-    os.environ["FLEXMASK_SGLANG"] = json.dumps({**settings, "dense_below": 0, "log_every": 5.0})
+    os.environ["FLEXMASK_SGLANG"] = json.dumps({"dense_below": 0, "log_every": 5.0, **settings})
     import sglang
 
     prompts, on_cpu = max(options.at_once, 1), options.device == "cpu"
@@ -96,6 +100,7 @@ def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any
         mem_fraction_static=0.5 if on_cpu else 0.9,
         random_seed=0,
         log_level="info",
+        **({"json_model_override_args": options.override} if options.override else {}),
     )
 
 
@@ -111,10 +116,8 @@ def own_density(tokens: int) -> float:
     return OWN_DENSITY[min(OWN_DENSITY, key=lambda length: abs(math.log(length / tokens)))]
 
 
-def settings_of(attention: str, tokens: int) -> dict[str, Any]:
-    """The settings of one kind of attention for prompts of so many tokens; none for stock."""
-    if attention == STOCK:
-        return {}
+def settings_of(tokens: int) -> dict[str, Any]:
+    """Settings under which random weights keep as many blocks of prompts of so many tokens as real text."""
     number = -(-tokens // BLOCK)
     wanted = own_density(tokens) * number * (number + 1) / 2
     blocks = min(range(1, number + 1), key=lambda nearest: abs(_kept(nearest, number) - wanted))
@@ -132,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokens = options.prompt_tokens
     model = vllm_engine.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
-    settings = {attention: settings_of(attention, tokens) for attention in (STOCK, HYBRID)}
+    settings = {STOCK: {}, HYBRID: options.settings or settings_of(tokens)}
     logs = {attention: Path(tempfile.mkstemp(".log")[1]) for attention in settings}
     engines = {}
     for attention, own in settings.items():
