@@ -115,9 +115,9 @@ def sparse_attention(
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, half precision; untested on
         Blackwell, with a warning) or ``"auto"`` (default): flash on a Hopper GPU for block_size 128, head dims of multiples of 8
-        up to 192, of value up to 128, and no gradients, else triton; on CPUs the compiled C++ kernel. Flash serves what a numeric
-        check found right: the first call of a kind on a device compiles and runs it (docs/limits.md). By name it raises
-        otherwise.
+        up to 192, of value up to 128, or both 256, and no gradients, else triton; on CPUs the compiled C++ kernel. Flash serves
+        what a numeric check found right: the first call of a kind on a device compiles and runs it (docs/limits.md). By name it
+        raises otherwise.
     dense_below
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
         plain calls beat dense attention on every input measured (docs/performance.md). In longer whole prompts without padding,
