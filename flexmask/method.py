@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, field, fields, make_dataclass
@@ -174,8 +176,9 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     name = choose.__name__.removesuffix("_mask")
     body = {
         "select": lambda self, problem: choose(problem, **self.options),
-        # a module has the generator under its name, but not the class
-        "__reduce__": lambda self: (_unpickled, (generator, vars(self))),
+        # no module has the class under its name
+        "__reduce__": lambda self: _reduced(self, choose.__module__, name),
+        "defined_as": choose.__qualname__,
         "__module__": choose.__module__,
         "__qualname__": choose.__qualname__.removesuffix("_mask"),
         "__doc__": inspect.getdoc(choose),
@@ -183,12 +186,20 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)
     for each, (_, _, option) in zip(declared, options, strict=True):
         option.type = each.annotation  # as written, for help()
-    generator: MaskFunction = mask_function(name, cls)
-    return generator
+    return mask_function(name, cls)
 
 
-def _unpickled(generator: MaskFunction, values: dict[str, Any]) -> Method:
-    return generator.method.unchecked(**values)
+def _reduced(made: Method, module: str, name: str) -> tuple[Any, ...]:
+    if "__reduce__" in vars(type(made)):
+        return _of_table, (module, name, vars(made))
+    # of a subclass, which its module has
+    return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]
+
+
+def _of_table(module: str, name: str, values: dict[str, Any]) -> Method:
+    """A method of a function, unpickled; its module enters it into `METHODS`."""
+    importlib.import_module(module)
+    return METHODS[name].unchecked(**values)
 
 
 def _plain(default: Any) -> Any:
@@ -196,4 +207,4 @@ def _plain(default: Any) -> Any:
 
 
 def _qualified_name(cls: type[Method]) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return f"{cls.__module__}.{getattr(cls, 'defined_as', cls.__qualname__)}"

@@ -1,8 +1,10 @@
 """The decorator `method`: a function that keeps blocks becomes a mask generator in METHODS."""
 
+import copy
 import functools
 import inspect
 import pickle
+import re
 from dataclasses import FrozenInstanceError, dataclass
 
 import numpy as np
@@ -108,6 +110,17 @@ def test_methods_pickle_and_print(name):
     assert printed.replace("_", "").lower() == name.replace("_", "")
 
 
+class FirstBlock(every_nth_mask.method):  # type: ignore[misc, name-defined]
+    def select(self, problem):
+        return problem.first_blocks(1)
+
+
+def test_a_subclass_pickles_as_itself():
+    made = FirstBlock(n=3, block_size=64)
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert type(again) is FirstBlock and vars(again) == vars(made)
+
+
 def test_what_holds_a_method_pickles():
     settings = PrefillSettings("moa", plan=(64, 0.5), layers={1: {"sink_blocks": 2}})
     again = pickle.loads(pickle.dumps(settings))
@@ -124,6 +137,13 @@ def test_a_name_belongs_to_one_function():
 
     with pytest.raises(ValueError, match=r"every_nth_mask must have another name: method 'every_nth' is that of .*test_method"):
         method(every_nth_mask)
+
+    class EveryNth(Method):
+        """In the same module under the name that the function's class has."""
+
+    EveryNth.__qualname__, EveryNth.__module__ = "every_nth", __name__
+    with pytest.raises(ValueError, match=rf"method 'every_nth' is that of {re.escape(__name__)}.every_nth_mask"):
+        mask_function("every_nth", EveryNth)
     assert METHODS["every_nth"].defaults == {"n": 2}
     # as a module that is imported again
     first, again = method(other_mask).method, method(other_mask).method
