@@ -201,9 +201,10 @@ def test_every_method_of_the_package_has_settings_and_hybrid_its_default():
 
 
 # those of vLLM are compared with the committed rows (tests/test_documents.py)
-SGLANG_ROWS = """model,kernel,attention,prompts,prompt_tokens,new_tokens,device,sglang,seconds,density,rounds,chunk
-m,fa3,stock,1,32768,1,GPU,0.5.16,3.0,,2,8192
-m,fa3,hybrid,1,32768,1,GPU,0.5.16,2.0,0.2,2,8192
+SGLANG_ROWS = """run,model,kernel,attention,prompts,prompt_tokens,new_tokens,device,sglang,seconds,density,rounds,chunk
+,m,fa3,stock,1,32768,1,GPU,0.5.23,3.0,,2,8192
+,m,fa3,hybrid,1,32768,1,GPU,0.5.23,2.0,0.2,2,8192
+with texts,m,fa3,stock,1,32768,1,GPU,0.5.23,9.0,,2,8192
 """
 
 

@@ -8,8 +8,11 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from bench.serving import greedy, sglang_first_token
 from bench.serving.first_token import turn, wait_for_engines
+from bench.speed import replay
 
 
 def test_engines_start_together_and_run_one_at_a_time(tmp_path):
@@ -89,3 +92,13 @@ def test_sglang_engines_answer_in_turns_under_the_settings_of_the_command_line(t
     assert rest == [("fa3", 300), ("flexmask", 300)] * 3 + ["shut down"] * 2
     rows = out.read_text(encoding="utf-8").splitlines()
     assert len(rows) == 3 and ",stock,1,300,1," in rows[1] and ",hybrid,1,300,1," in rows[2] and ",0.125," in rows[2]
+
+
+def test_replayed_launches_are_timed_in_turns():
+    few = "--rows 64 --keys 128 --nearest 128 --head-dim 16 --layers 4 --rounds 2 --device cpu"
+    options = replay.parse(few.split())
+    found = replay.measure(options)
+    assert list(found) == ["replay", "no replay"]
+    assert all(len(each) == 2 and 0 < host <= whole for each in found.values() for host, whole in each)
+    with pytest.raises(SystemExit):
+        replay.parse(["--layers", "3"])

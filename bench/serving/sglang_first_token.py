@@ -31,7 +31,7 @@ from flexmask.json_settings import json_data
 OWN_DENSITY = {8192: 0.257, 16384: 0.232, 32768: 0.170, 65536: 0.121}
 BLOCK = 128
 STOCK, HYBRID = "stock", "hybrid"
-IDENTITY = ("model", "layers", "kernel", "attention", "prompts", "prompt_tokens", "new_tokens", "device", "sglang")
+IDENTITY = ("run", "model", "layers", "kernel", "attention", "prompts", "prompt_tokens", "new_tokens", "device", "sglang")
 COLUMNS = (*IDENTITY, "seconds", "density", "rounds", "chunk", "settings", "torch")
 
 
@@ -48,11 +48,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--override", help='JSON over the model\'s config, like {"rope_parameters": ...}')
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens per prompt in the measurement of throughput")
+    parser.add_argument("--run", help="a name: only rows of the same one are compared")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that a median is taken over, after the first")
     parser.add_argument("--kernel", default="fa3", help="SGLang's attention backend, the stock one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--csv", type=Path, required=True)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.texts and not options.model:
+        parser.error("--texts needs --model, whose tokens they have")
+    return options
 
 
 @contextmanager
@@ -75,9 +79,9 @@ def density(log: Path) -> float | None:
     return float(found[-1]) / 100 if found else None
 
 
-def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any]) -> Any:
-    """Start an engine: the plug-in under `settings`, stock without any."""
-    os.environ["FLEXMASK_SGLANG"] = json.dumps({"dense_below": 0, "log_every": 5.0, **settings})
+def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any] | None) -> Any:
+    """Start an engine: the plug-in under `settings`, stock with None."""
+    os.environ["FLEXMASK_SGLANG"] = json.dumps({"dense_below": 0, "log_every": 5.0, **(settings or {})})
     import sglang
 
     prompts, on_cpu = max(options.at_once, 1), options.device == "cpu"
@@ -88,7 +92,7 @@ def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any
         device=options.device,
         dtype="float32" if on_cpu else "bfloat16",
         attention_backend=options.kernel,
-        prefill_attention_backend="flexmask" if settings else options.kernel,
+        prefill_attention_backend=options.kernel if settings is None else "flexmask",
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_radix_cache=True,
@@ -135,21 +139,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokens = options.prompt_tokens
     model = vllm_engine.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
-    settings = {STOCK: {}, HYBRID: options.settings or settings_of(tokens)}
+    settings = {STOCK: {}, HYBRID: settings_of(tokens) if options.settings is None else options.settings}
     logs = {attention: Path(tempfile.mkstemp(".log")[1]) for attention in settings}
     engines = {}
     for attention, own in settings.items():
         try:
             with output_to(logs[attention]):
-                engines[attention] = make_engine(options, model, own)
+                engines[attention] = make_engine(options, model, None if attention == STOCK else own)
         except BaseException:
             print(logs[attention].read_text(errors="replace")[-8000:])
             raise
     import sglang
 
     chunk = next(iter(engines.values())).tokenizer_manager.server_args.chunked_prefill_size
-    common = {"model": options.model or options.shape, "layers": options.layers, "kernel": options.kernel, "chunk": chunk}
-    common |= {"device": device_name(), "sglang": sglang.__version__, "torch": torch.__version__, "rounds": options.rounds}
+    common = {"run": options.run, "model": options.model or options.shape, "layers": options.layers, "kernel": options.kernel}
+    common |= {"chunk": chunk, "rounds": options.rounds, "device": device_name()}
+    common |= {"sglang": sglang.__version__, "torch": torch.__version__}
     sheet = Sheet(options.csv, COLUMNS, IDENTITY)
     for number, new_tokens in [(1, 1), *([(options.at_once, options.new_tokens)] if options.at_once else [])]:
         prompts = vllm_engine.prompts(options, tokens, number)

@@ -86,10 +86,11 @@ def loads(rows: Sequence[Row]) -> list[str]:
 def sglang(rows: Sequence[Row]) -> list[str]:
     """SGLang's first tokens and throughput, stock and with the plug-in."""
     names = ("device", "sglang", "model", "kernel", "prompts", "prompt_tokens", "new_tokens", "chunk")
-    stock = {tuple(row[name] for name in names): float(row["seconds"]) for row in rows if row["attention"] == "stock"}
+    stock = {(*map(row.get, names), row.get("run")): float(row["seconds"]) for row in rows if row["attention"] == "stock"}
     cells = []
     for row in rows:
-        device, release, model, kernel, prompts, tokens, new, chunk = key = tuple(row[name] for name in names)
+        device, release, model, kernel, prompts, tokens, new, chunk = (row[name] for name in names)
+        key = (*map(row.get, names), row.get("run"))
         size = f"{prompts} x {thousands(int(tokens))} in chunks of {thousands(int(chunk))}, {new} new"
         gain = "-" if row["attention"] == "stock" else f"{stock[key] / float(row['seconds']):.2f}x"
         density = f"{float(row['density']):.1%}" if row["density"] else "-"

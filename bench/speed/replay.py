@@ -28,10 +28,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=8192, help="of a chunk (8,192)")
     parser.add_argument("--keys", type=int, default=32768, help="tokens so far (32,768)")
     parser.add_argument("--nearest", type=int, default=2688, help="tokens that each query block keeps (2,688)")
-    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--layers", type=int, default=28, help=f"more than {_FIRST}, which are not counted (28)")
     parser.add_argument("--rounds", type=int, default=10, help="forward passes of each way (10)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(arguments)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(arguments)
+    if options.layers <= _FIRST:
+        parser.error(f"--layers must be more than {_FIRST}; got {options.layers}")
+    return options
 
 
 @torch.inference_mode()
@@ -61,6 +64,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[tuple[float, float]]]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print a table."""
     options = parse(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("it needs a GPU: elsewhere no launch is replayed")
     rows = [["way", "host per layer, ms", "least", "most", f"{options.layers} layers with the device, ms"]]
     for way, each in measure(options).items():
         hosts = [host for host, _ in each]
