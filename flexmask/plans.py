@@ -16,7 +16,7 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
-from flexmask.prepared_selection import MOST_NUMBERS, PreparedSelection, prepare_selection, with_replay
+from flexmask.prepared_selection import PreparedSelection, prepare_selection, with_replay
 from flexmask.select import select_blocks
 from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
@@ -241,11 +241,9 @@ def _in_groups(
     of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
     backend = chosen_backend(call_options.backend, of_group, selector.block_size, return_lse, lists_only=not selector.is_users)
     whole = inputs.with_offset()
-    # a slice of rows writes out float32 numbers, and as much again
-    most_numbers = min(MOST_NUMBERS, call_options.max_mask_bytes // 8)
     plans: list[GroupPlan] = []
     for group in groups:
         like = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
-        prepared = prepare_selection(selector.slice_heads(group.query), whole.of_heads(group), like, most_numbers)
+        prepared = prepare_selection(selector.slice_heads(group.query), whole.of_heads(group), like, call_options.max_mask_bytes)
         plans.append(GroupPlan(group, prepared, dense[group.key]))
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())

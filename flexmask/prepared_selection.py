@@ -40,7 +40,7 @@ class PreparedSelection(NamedTuple):
 
 
 def prepare_selection(
-    selector: FittedMethod, inputs: PositionedInputs, like: PreparedSelection | None = None, most_numbers: int | None = None
+    selector: FittedMethod, inputs: PositionedInputs, like: PreparedSelection | None = None, most_bytes: int | None = None
 ) -> PreparedSelection:
     """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
     query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
@@ -54,7 +54,8 @@ def prepare_selection(
             return PreparedSelection(selector, for_steps, True, edges=edges or _edges(inputs, size))
         numbers = selector.row_numbers(inputs.key.shape[2])
         if numbers:
-            at_once = MOST_NUMBERS if most_numbers is None else most_numbers
+            # a slice of rows writes out float32 numbers, and as much again
+            at_once = MOST_NUMBERS if most_bytes is None else min(MOST_NUMBERS, most_bytes // 8)
             rows = max(1, at_once // (query.shape[0] * query.shape[1] * numbers * size)) * size
             if rows < query.shape[2]:
                 return PreparedSelection(selector, for_steps, False, rows)

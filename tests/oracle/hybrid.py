@@ -18,7 +18,7 @@ from tests.oracle.visibility import Block, Visibility
 
 
 class Rule(NamedTuple):
-    """The constants of the rule, the first two in even shares."""
+    """The constants of the rule, the first two times (1 - gamma)/N."""
 
     row_multiple: float
     last_row_multiple: float
