@@ -37,7 +37,8 @@ class Plan:
     Attributes
     ----------
     reason
-        Why the calls run dense; None if they run sparse.
+        Why the calls run dense; None if they run sparse. Without `groups` dense attention serves them, else masks that keep every
+        visible block.
     """
 
     inputs: AttentionInputs  # the geometry, checked
@@ -132,6 +133,7 @@ class Plan:
             if not self.groups:
                 stats = dense_stats(inputs.query) if statistics else None
                 return Attended(*dense_attention(inputs, self.return_lse), stats)
+            # masks of every block need no statistics
             measured = statistics if self.reason is None else ()
             whole = inputs.for_attention_with(self.offset, self.absent)
             outputs, dense = None, []
