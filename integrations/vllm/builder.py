@@ -100,7 +100,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
             seq_lens,
             step_reason(common),
             is_prefilling,
-            self.flexmask_engine.requested,
+            self.flexmask_engine.options_in_step,
             self.flexmask_engine.prompt_lens,
             self._policy,
         )

@@ -68,20 +68,20 @@ class VLLMEngine(Engine):
         self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
         self.layers: dict[str, Any] = vllm_config.compilation_config.static_forward_context
-        self.requested: list[RequestOptions | None] = []  # options of the requests of a step, in its order
+        self.options_in_step: list[RequestOptions | None] = []  # options of the requests of a step, in its order
         self.prompt_lens: Sequence[int] = ()  # tokens of their prompts
-        self._requested: dict[str, RequestOptions] = {}  # of the requests that have some, by id
+        self._options_by_id: dict[str, RequestOptions] = {}  # of the requests that have some, by id
         self._in_warm_up = False
         self._prepared = False
 
-    def set_requested(
+    def note_requests(
         self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str], prompt_lens: Sequence[int]
     ) -> None:
         """Note the options of new requests, and the order and lengths of a step's; those no longer alive are forgotten."""
         self.prompt_lens = prompt_lens
-        known = {**self._requested, **new}
-        self._requested = {name: options for name, options in known.items() if options is not None and name in alive}
-        self.requested = [self._requested.get(name) for name in order]
+        known = {**self._options_by_id, **new}
+        self._options_by_id = {name: options for name, options in known.items() if options is not None and name in alive}
+        self.options_in_step = [self._options_by_id.get(name) for name in order]
         self._in_warm_up = bool(order) and all(name.startswith(_WARM_UP) for name in order)
 
     def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
@@ -231,7 +231,7 @@ def made_engine(vllm_config: Any) -> VLLMEngine | None:
 
 
 def follow_requests(vllm_config: Any) -> None:
-    """Have vLLM's model runner call `VLLMEngine.set_requested` before each step; ImportError if its interfaces are others."""
+    """Have vLLM's model runner call `VLLMEngine.note_requests` before each step; ImportError if its interfaces are others."""
     if vllm_config.use_v2_model_runner:
         from vllm.v1.worker.gpu import input_batch, model_runner
 
@@ -257,7 +257,7 @@ def follow_requests(vllm_config: Any) -> None:
                 step, alive = batch, runner.req_states.req_id_to_index
             else:
                 step, alive = runner.input_batch, runner.requests
-            engine.set_requested(new, step.req_ids, alive, getattr(step, lengths))
+            engine.note_requests(new, step.req_ids, alive, getattr(step, lengths))
         return batch
 
     wrap_once(runner, name, prepare)

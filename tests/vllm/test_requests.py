@@ -78,7 +78,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     def step(new, order):
         made = [SimpleNamespace(req_id=each, sampling_params=read(config, given).sampling_params) for each, given in new.items()]
         getattr(runners.GPUModelRunner, name)(runner, SimpleNamespace(scheduled_new_reqs=made, order=order))
-        return engine.requested
+        return engine.options_in_step
 
     half, dense = RequestOptions(gamma=0.5), RequestOptions(dense=True)
     assert step({"a": {"flexmask_gamma": 0.5}, "b": None, "c": {"flexmask_dense": 1}}, "bac") == [None, half, dense]
@@ -90,7 +90,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     # an engine without our backend
     other = SimpleNamespace(vllm_config=config_of(use_v2_model_runner=is_v2))
     getattr(runners.GPUModelRunner, name)(other, SimpleNamespace(scheduled_new_reqs=[], order="x"))
-    assert engine.requested == [None, dense]
+    assert engine.options_in_step == [None, dense]
     # and one with it: each has its own requests
     second = config_of(use_v2_model_runner=is_v2)
     another = engine_module.engine_of(second)
@@ -98,7 +98,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     getattr(runners.GPUModelRunner, name)(
         SimpleNamespace(vllm_config=second), SimpleNamespace(scheduled_new_reqs=asked, order="y")
     )
-    assert (another.requested, step({}, "d")) == ([half], [dense])
+    assert (another.options_in_step, step({}, "d")) == ([half], [dense])
     # vLLM's own requests are not counted
     role, split = object.__new__(engine_module.SparseLayer), StepSplit((), (), 0, 7)
     engine.roles = {"layer": role}
