@@ -193,7 +193,7 @@ def _reduced(made: Method, module: str, name: str) -> tuple[Any, ...]:
     if "__reduce__" in vars(type(made)):
         return _of_table, (module, name, vars(made))
     # of a subclass, which its module has
-    return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]
+    return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _of_table(module: str, name: str, values: dict[str, Any]) -> Method:

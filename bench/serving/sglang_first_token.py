@@ -139,13 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokens = options.prompt_tokens
     model = vllm_engine.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
-    settings = {STOCK: {}, HYBRID: settings_of(tokens) if options.settings is None else options.settings}
+    settings = {STOCK: None, HYBRID: settings_of(tokens) if options.settings is None else options.settings}
     logs = {attention: Path(tempfile.mkstemp(".log")[1]) for attention in settings}
     engines = {}
     for attention, own in settings.items():
         try:
             with output_to(logs[attention]):
-                engines[attention] = make_engine(options, model, None if attention == STOCK else own)
+                engines[attention] = make_engine(options, model, own)
         except BaseException:
             print(logs[attention].read_text(errors="replace")[-8000:])
             raise
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "new_tokens": new_tokens,
                 "seconds": seconds,
             }
-            row |= {"settings": settings[attention], "density": density(logs[attention])}
+            row |= {"settings": settings[attention] or {}, "density": density(logs[attention])}
             sheet.add(**common, **row)
             print({**common, **row}, flush=True)
     for engine in engines.values():
