@@ -16,7 +16,7 @@ from flexmask.block_masks.published import published_mask
 from flexmask.block_masks.sparge import sparge_mask
 from flexmask.block_masks.vertical_slash import vertical_slash_mask
 from flexmask.block_masks.xattention import xattention_mask
-from flexmask.selector import METHODS as METHODS
+from flexmask.method import METHODS as METHODS
 
 # by name, whatever file they stand in
 for _name in sorted(METHODS):

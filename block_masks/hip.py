@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, whole_blocks
-from flexmask.method import BlockProblem, Method, count, mask_function
+from flexmask.mask_function import BlockProblem, Method, count, mask_function
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from flexmask.base.head_groups import map_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
-from flexmask.method import BlockProblem, Method, PairsByHead, mask_function, word
+from flexmask.mask_function import BlockProblem, Method, PairsByHead, mask_function, word
 from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows
 
 LAST_ROWS = 64

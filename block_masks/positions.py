@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmask.method import BlockProblem, PairsByHead, count, method
+from flexmask.mask_function import BlockProblem, PairsByHead, count, method
 
 
 @method

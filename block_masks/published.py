@@ -15,7 +15,7 @@ from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
-from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share
 from flexmask.plain import blocks_kept_always, by_offset, extended_lines, pooled_map
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.checks import check_real
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax, running_sums
-from flexmask.method import BlockProblem, Method, mask_function, share
+from flexmask.mask_function import BlockProblem, Method, mask_function, share
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from flexmask.base.head_groups import map_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
-from flexmask.method import BlockProblem, Method, count, mask_function
+from flexmask.mask_function import BlockProblem, Method, count, mask_function
 from flexmask.plain import extended_lines, representative_mass
 
 

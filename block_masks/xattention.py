@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
-from flexmask.method import BlockProblem, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, Method, count, mask_function, share
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ from flexmask.base.checks import check_bool, check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
+from flexmask.method import method_of
 from flexmask.plans import Plan, plan_call
-from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats
 
 RECOMMENDED = "hybrid"
@@ -236,10 +236,10 @@ def _planned(
     call_options: tuple[str, int | None, int], return_lse: bool, **geometry: Any,
 ) -> Plan:  # fmt: skip
     check_bool("return_lse", return_lse)
-    selector = selector_of(method, block_size, options)
+    chosen = method_of(method, block_size, options)
     checked = checked_call_options(*call_options)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
     inputs = attention_inputs(query, key, value, **geometry)
-    made = plan_call(inputs, selector.for_inputs(inputs), checked, return_lse)
+    made = plan_call(inputs, chosen.for_inputs(inputs), checked, return_lse)
     notice_dense(made.reason, inputs.query.shape[2])
     return made

@@ -1,210 +1,254 @@
-"""Mask generators, and the decorator that makes a method of a function."""
+"""A method chooses blocks: a frozen dataclass whose fields are its options."""
 
 from __future__ import annotations
 
-import copyreg
-import importlib
-import inspect
-from collections.abc import Callable
-from dataclasses import Field, field, fields, make_dataclass
-from typing import Any, Literal, Protocol, cast, get_type_hints, overload
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NewType, TypeVar, cast
 
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.blocks import BlockProblem as BlockProblem
-from flexmask.base.head_groups import head_groups
-from flexmask.base.inputs import attention_inputs
-from flexmask.flex.block_mask import block_mask
-from flexmask.option_fields import ByHead as ByHead
-from flexmask.option_fields import PairsByHead as PairsByHead
-from flexmask.option_fields import count as count
-from flexmask.option_fields import read_fields
-from flexmask.option_fields import share as share
-from flexmask.option_fields import word as word
-from flexmask.prepared_selection import prepare_selection
-from flexmask.select import select_blocks
-from flexmask.selector import METHODS
-from flexmask.selector import Method as Method
-from flexmask.stats import STATISTICS, SelectionStats, stats_of
+from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
+from flexmask.base.blocks import BlockProblem
+from flexmask.base.checks import check_word, plain_number, plain_numbers
+from flexmask.base.head_groups import head_groups, map_bytes, tiled_list_bytes
+from flexmask.base.inputs import AttentionInputs, HeadGroup
+from flexmask.base.option_checks import check_block_size, check_shares, pairs_by_head, shares_by_head
+from flexmask.base.selection import Choice
+from flexmask.option_fields import PairsByHead
+from flexmask.users_mask import check_takes_keywords, users_choice
 
-_LARGEST_MASK_BYTES = 16 * 2**30
+_Method = TypeVar("_Method", bound="Method")
 
 
-class MaskFunction(Protocol):
-    """A generator of BlockMasks; its options are the method's own, by position or name."""
+class UnknownOption(TypeError):
+    """A keyword that is no option of a method; `names` are those of others that its caller takes."""
 
-    __name__: str
-    method: type[Method]
+    def __init__(self, message: str, option: str = "", names: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{message}; other keywords: {', '.join(names)}" if names else message)
+        self.message, self.option, self.names = message, option, names
 
-    # fmt: off
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
-        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: Literal[False] = ..., **named: Any,
-    ) -> BlockMask: ...
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, *options: Any, return_stats: Literal[True], **named: Any,
-    ) -> tuple[BlockMask, SelectionStats]: ...
-    @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
-        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: bool = ..., **named: Any,
-    ) -> Any: ...
-    # fmt: on
+    def with_names(self, *names: str) -> UnknownOption:
+        """The error with more keywords that the caller takes."""
+        return UnknownOption(self.message, self.option, (*self.names, *names))
 
 
-def mask_function(name: str, cls: type[Method]) -> MaskFunction:
-    """The generator of a method's BlockMasks, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
+_OWN_MASK = (
+    " (causality, window= and attention_mask= are known; for a mask_mod of yours pass as method a function that returns a "
+    "BlockMask, which takes and_masks(mask.mask_mod, yours): docs/bring-your-own-kernel.md)"
+)
 
-    ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` is checked as `flexmask.flexprefill_mask`, has the
-    class's docstring, and the class as its attribute ``method``.
+METHODS: dict[str, type[Method]] = {}
+"""The table of methods by name; importing `flexmask.block_masks` fills it"""
 
-    Raises
-    ------
-    ValueError
-        For a name that another class has in the table.
-    TypeError
-        For options of a method with kernels that no operator passes inside ``torch.compile``.
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A method with its options, which are checked when it is made; numbers by head only by `for_inputs`.
+
+    A subclass is a dataclass too. Its fields are the options, `count`, `share` and `word` check them, and their types say how
+    `select` finds them: float and ByHead as numbers for kernels, for plain steps as tensors in `widest_float`, 0-d and
+    (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2) tensors; others as they are, compile-time constants. A
+    field of pairs may name in its metadata, as ``"default_by_heads"``, the function of num_heads that replaces None.
+    `flexmask.mask_function.mask_function` enters the class into `METHODS` and sets what depends on its fields.
     """
-    cls.name, function_name = name, f"{name}_mask"
-    read_fields(cls)
-    other = METHODS.get(name)
-    # a module may be imported again
-    if other is not None and _qualified_name(other) != _qualified_name(cls):
-        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {_qualified_name(other)}")
-    options = [each for each in fields(cls) if each.name in cls.defaults]
-    positional = [each.name for each in options if not each.kw_only]
 
-    def generate(
-        query: Tensor,
-        key: Tensor,
-        *by_position: Any,
-        block_size: int = 128,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-        attention_mask: Tensor | None = None,
-        q_offset: int | Tensor | None = None,
-        prompt_len: int | None = None,
-        return_stats: bool = False,
-        **options: Any,
-    ) -> Any:
-        if len(by_position) > len(positional):
-            raise TypeError(f"{function_name} takes {len(positional)} options by position; got {len(by_position)}")
-        for option, value in zip(positional[: len(by_position)], by_position, strict=True):
-            if option in options:
-                raise TypeError(f"{function_name} got {option} twice, by position and by name")
-            options[option] = value
-        inputs = attention_inputs(
-            query,
-            key,
-            scale=scale,
-            softcap=softcap,
-            window=window,
-            attention_mask=attention_mask,
-            q_offset=q_offset,
-            prompt_len=prompt_len,
-        ).with_offset()
-        selector = cls.checked(block_size, options).for_inputs(inputs)
-        needed = query.shape[0] * query.shape[1] * selector.peak_bytes_per_head(inputs)
-        if needed > _LARGEST_MASK_BYTES:
+    # of the class
+    name = ""  # in `METHODS`
+    has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; an operator passes its options: numbers, words, by head
+    only_launches: ClassVar[bool] = False  # beside allocating memory that is all that its kernels' steps do on the device
+    heads_decide_together: ClassVar[bool] = False
+    whole_blocks: ClassVar[bool] = False  # whole prompts of whole blocks only
+    is_users: ClassVar[bool] = False  # a user's function of query and key
+    # of its options, by `read_fields`: defaults, names of the floats and of the numbers by head, pairs by head with what replaces
+    # None, checks
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    floats: ClassVar[tuple[str, ...]] = ()
+    by_head: ClassVar[tuple[str, ...]] = ()
+    pairs: ClassVar[Mapping[str, Callable[[int], PairsByHead] | None]] = {}
+    checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
+
+    block_size: int = field(default=128, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", *self.defaults):
+            plain = plain_numbers if name in self.by_head or name in self.pairs else plain_number
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        check_block_size(self.block_size)
+        for name in self.by_head:
+            check_shares(name, getattr(self, name))
+        for name, check in self.checks.items():
+            check(name, getattr(self, name))
+        self.check()
+
+    def select(self, problem: BlockProblem) -> Choice | Tensor | None:
+        """Choose the blocks: a `Choice`, or a bool map (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks); None: all."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise for options that do not fit each other or the block."""
+
+    def check_call(self, inputs: AttentionInputs) -> None:
+        """Raise for calls that the method does not serve."""
+
+    def keeps_every_block(self) -> bool:
+        """True if a head with these options, numbers by head its own, keeps all its blocks."""
+        return False
+
+    def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
+        """Bytes of one head's mask while it is made."""
+        return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers(inputs.key.shape[2])
+
+    def row_numbers(self, kv_len: int) -> int:
+        """Float32 numbers that the method writes out per query row and head.
+
+        Not 0: it runs on slices of rows, so a query block's choice must depend only on its own rows and the keys.
+        """
+        return 0
+
+    @classmethod
+    def checked(cls: type[_Method], block_size: int, options: Mapping[str, Any]) -> _Method:
+        """The method with these options; raises for wrong ones."""
+        unknown = [name for name in options if name not in cls.defaults]
+        if unknown:
+            names = ", ".join(cls.defaults) or "of every mask only"
+            others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
+            but_of = f", an option of {others}" if others else ""
+            hint = _OWN_MASK if unknown[0] in ("attn_mask", "block_mask", "mask_mod", "score_mod") else ""
+            raise UnknownOption(f"method {cls.name!r} takes the options {names}; got {unknown[0]!r}{but_of}{hint}", unknown[0])
+        return cls(block_size=block_size, **options)
+
+    @classmethod
+    def unchecked(cls: type[_Method], **values: Any) -> _Method:
+        """The method with all its fields as they are given."""
+        made = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    def with_options(self: _Method, **options: Any) -> _Method:
+        """The method with other values in some options, which are not checked."""
+        return self.unchecked(block_size=self.block_size, **{**self.options, **options})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name; one by head is a number, a tuple or a tensor."""
+        return {name: getattr(self, name) for name in self.defaults}
+
+    @property
+    def num_heads(self) -> int | None:
+        """Number of heads that an option has a number for; None if the options hold for any."""
+        shares, pairs = ([getattr(self, name) for name in names] for names in (self.by_head, self.pairs))
+        by_head = [x for x in shares if isinstance(x, (tuple, Tensor))]
+        by_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
+        return len(by_head[0]) if by_head else None
+
+    def slice_heads(self: _Method, heads: slice) -> _Method:
+        """The method with the numbers of some heads, of options that fit all."""
+        by_head = {name: getattr(self, name) for name in (*self.by_head, *self.pairs)}
+        return self.with_options(
+            **{name: x[heads] for name, x in by_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
+        )
+
+    def fit_to_heads(self: _Method, query: Tensor) -> _Method:
+        """The method with its numbers by head checked against those of `query`, of which no value is read."""
+        filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.by_head}, query.shape[1]
+        for name, default in self.pairs.items():
+            pairs = getattr(self, name)
+            filled[name] = pairs_by_head(name, default(num_heads) if default is not None and pairs is None else pairs, num_heads)
+        return self.with_options(**filled)
+
+    def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
+        """The method for these inputs; raises if its numbers by head do not fit, or it does not serve them."""
+        fitted = self.fit_to_heads(inputs.query)
+        fitted.check_call(inputs)
+        q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
+        if self.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
             raise ValueError(
-                f"query and key must need a mask of at most {_LARGEST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
-                f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
+                f"method {self.name!r} needs a whole prompt of a multiple of block_size ({self.block_size}) tokens; got q_len "
+                f"{q_len} and kv_len {kv_len}"
             )
-        prepared = prepare_selection(selector, inputs)
-        selection = select_blocks(prepared, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
-        mask = block_mask(inputs, selection)
-        return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
+        return cast("FittedMethod", fitted)
 
-    query, key, _, *common, _ = inspect.signature(generate).parameters.values()
-    own = [
-        inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
-        for each in options
-    ]
-    function = cast(Any, generate)
-    # inspect and help() read it
-    function.__signature__ = inspect.Signature(
-        [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
-    )
-    function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
-    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
-    function.method = METHODS[name] = cls
-    return cast(MaskFunction, generate)
+    def keeps_every_block_by_head(self, num_heads: int) -> list[bool]:
+        """True for query heads that keep all their blocks. Reads no tensor."""
+        by_head = {name: x for name in self.by_head if isinstance(x := getattr(self, name), (tuple, Tensor))}
+        if any(isinstance(x, Tensor) for x in by_head.values()):
+            return [False] * num_heads
+        if not by_head:
+            return [self.keeps_every_block()] * num_heads
+        of_head = ({name: x[head] for name, x in by_head.items()} for head in range(num_heads))
+        return [self.with_options(**own).keeps_every_block() for own in of_head]
 
+    def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
+        """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
+        return head_groups(
+            inputs.query, inputs.key, max_mask_bytes // self.peak_bytes_per_head(inputs), self.heads_decide_together
+        )
 
-def method(choose: Callable[..., Any]) -> MaskFunction:
-    """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
+    def peak_bytes_per_head(self, inputs: AttentionInputs) -> int:
+        """Bytes of one head's mask in one batch row while it is made, or listed for FLASH."""
+        needed = self.selection_bytes(inputs, self.runs_kernels(inputs.query))
+        return max(needed, tiled_list_bytes(inputs, self.block_size))
 
-    Parameters
-    ----------
-    choose
-        From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
-        every visible block; a call raises TypeError or ValueError for anything else.
-        Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
-        (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
-        tensors; 0 stays a number. Other options are compile-time constants. Each head must choose for itself, as heads may come
-        in groups; a class sets `Method.heads_decide_together`.
+    def runs_kernels(self, query: Tensor) -> bool:
+        """True if Triton kernels serve the method."""
+        return HAS_TRITON and query.is_cuda and self.has_kernels and is_in_memory(query)
 
-    Returns
-    -------
-    callable
-        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with a
-        `Method` as its attribute ``method``. Methods with checks of their own, or kernels, are classes (`mask_function`).
-
-    Raises
-    ------
-    ValueError
-        For a name that another function has in the table.
-    """
-    _, *declared = inspect.signature(choose).parameters.values()
-    hints = get_type_hints(choose, include_extras=True)
-    options = []
-    for each in declared:
-        # `count` and others give fields
-        option = each.default if isinstance(each.default, Field) else field(default=each.default)
-        option.kw_only = each.kind is each.KEYWORD_ONLY
-        options.append((each.name, hints.get(each.name, Any), option))
-    # torch.compile (2.11) traces no function with a Field
-    function = cast(Any, choose)
-    function.__defaults__ = tuple(_plain(x) for x in function.__defaults__ or ()) or None
-    function.__kwdefaults__ = {name: _plain(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
-    name = choose.__name__.removesuffix("_mask")
-    body = {
-        "select": lambda self, problem: choose(problem, **self.options),
-        # no module has the class under its name
-        "__reduce__": lambda self: _reduced(self, choose.__module__, name),
-        "defined_as": choose.__qualname__,
-        "__module__": choose.__module__,
-        "__qualname__": choose.__qualname__.removesuffix("_mask"),
-        "__doc__": inspect.getdoc(choose),
-    }
-    cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)
-    for each, (_, _, option) in zip(declared, options, strict=True):
-        option.type = each.annotation  # as written, for help()
-    return mask_function(name, cls)
+    @property
+    def title(self) -> str:
+        """The name with the options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
+        if is_traced():
+            return self.name
+        shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
+        return f"{self.name}({', '.join(f'{name}={x}' for name, x in {'block_size': self.block_size, **shown}.items())})"
 
 
-def _reduced(made: Method, module: str, name: str) -> tuple[Any, ...]:
-    if "__reduce__" in vars(type(made)):
-        return _of_table, (module, name, vars(made))
-    # of a subclass, which its module has
-    return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]  # typeshed lacks it
+FittedMethod = NewType("FittedMethod", Method)
+"""A method from `for_inputs`: its numbers by head fit the heads of a call."""
 
 
-def _of_table(module: str, name: str, values: dict[str, Any]) -> Method:
-    """A method of a function, unpickled; its module enters it into `METHODS`."""
-    importlib.import_module(module)
-    return METHODS[name].unchecked(**values)
+@dataclass(frozen=True, eq=False)
+class UsersMethod(Method):
+    """A user's function of query and key, with the options that it is called with."""
+
+    is_users = True
+
+    function: Callable[..., Any]
+    given: Mapping[str, Any]
+    name: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.given)
+
+    def with_options(self, **options: Any) -> UsersMethod:
+        return self
+
+    def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
+        # in a group the function's mask_mod would count prompts and heads from the group's first
+        return head_groups(inputs.query, inputs.key, None)
+
+    def select(self, problem: BlockProblem) -> Choice:
+        return users_choice(problem, self.function, self.name, self.given)
 
 
-def _plain(default: Any) -> Any:
-    return default.default if isinstance(default, Field) else default
-
-
-def _qualified_name(cls: type[Method]) -> str:
-    return f"{cls.__module__}.{getattr(cls, 'defined_as', cls.__qualname__)}"
+def method_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Method:
+    """A method with its options, from its name, its mask function (or a partial of it), or a user's function."""
+    if not callable(named):
+        check_word("method", named, tuple(METHODS))
+        return METHODS[named].checked(block_size, options)
+    inner: Any = named
+    while isinstance(inner, functools.partial) and not inner.args:
+        inner, options = inner.func, {**inner.keywords, **options}
+    method = getattr(inner, "method", None)
+    if isinstance(method, type) and issubclass(method, Method):
+        return method.checked(block_size, options)
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = str(getattr(inner, "__name__", type(inner).__name__))
+    made = UsersMethod(named, dict(options), name, block_size=block_size)
+    if not is_traced():
+        check_takes_keywords(named, name, options)
+    return made

@@ -16,9 +16,9 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
+from flexmask.method import METHODS, FittedMethod
 from flexmask.prepared_selection import PreparedSelection, prepare_selection, with_replay
 from flexmask.select import select_blocks
-from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import STATISTICS, dense_stats, stats_of
 
 
@@ -52,7 +52,7 @@ class Plan:
     absent: Tensor | None = None  # keys that are no tokens, (batch, 1, kv_len, 1) bool
 
     def __repr__(self) -> str:
-        method = f"{self.groups[0].selection.selector.name}, " if self.groups else ""
+        method = f"{self.groups[0].selection.method.name}, " if self.groups else ""
         query, key = tuple(self.inputs.query.shape), tuple(self.inputs.key.shape)
         dense = "" if self.reason is None else f", dense: {self.reason}"
         return f"Plan({method}query {query}, key {key}, backend {self.backend.name!r}{dense})"
@@ -174,7 +174,7 @@ class Plan:
 
 def plan_call(
     inputs: AttentionInputs,
-    selector: FittedMethod,
+    method: FittedMethod,
     call_options: CallOptions,
     return_lse: bool = False,
     *,
@@ -186,7 +186,7 @@ def plan_call(
     Run dense: calls below the policy's size (unless `at_any_length`), layers that it names, calls whose heads keep every block.
     Otherwise plan groups; key heads that keep every block run dense.
     """
-    policy, keeps_every_block = call_options.policy, selector.keeps_every_block_by_head(inputs.query.shape[1])
+    policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
     is_causal = has_causal_kernel(inputs)
     heads_may_be_dense = is_causal and policy.dense_below > 0 and not return_lse
     of_size = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
@@ -194,25 +194,25 @@ def plan_call(
     reason = of_size or of_layer or (policy.by_selection(keeps_every_block) if heads_may_be_dense else None)
     if reason is not None:
         if is_causal or of_size is not None:
-            return dense_plan(inputs, selector.block_size, call_options, reason, return_lse, lists_only=not selector.is_users)
+            return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_users)
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
-        selector = METHODS["causal"].checked(selector.block_size, {}).for_inputs(inputs)
+        method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
     dense, most_kept = (False,) * inputs.key.shape[1], None
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if heads_may_be_dense and not inputs.needs_grad and not is_traced():
-        dense, most_kept = _dense_key_heads(inputs, selector, keeps_every_block)
-    return _in_groups(inputs, selector, call_options, reason, return_lse, dense, most_kept)
+        dense, most_kept = _dense_key_heads(inputs, method, keeps_every_block)
+    return _in_groups(inputs, method, call_options, reason, return_lse, dense, most_kept)
 
 
 def _dense_key_heads(
-    inputs: AttentionInputs, selector: FittedMethod, keeps_every_block: list[bool]
+    inputs: AttentionInputs, method: FittedMethod, keeps_every_block: list[bool]
 ) -> tuple[tuple[bool, ...], float | None]:
     """Key heads whose query heads keep every block, and the density above which another runs dense, too."""
     num_kv_heads = inputs.key.shape[1]
     per_key = len(keeps_every_block) // num_kv_heads
     dense = tuple([all(keeps_every_block[head * per_key : (head + 1) * per_key]) for head in range(num_kv_heads)])
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
-    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not selector.is_users
+    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not method.is_users
     return dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
 
 
@@ -231,21 +231,21 @@ def dense_plan(
 
 def _in_groups(
     inputs: AttentionInputs,
-    selector: FittedMethod,
+    method: FittedMethod,
     call_options: CallOptions,
     reason: str | None,
     return_lse: bool,
     dense: tuple[bool, ...],
     most_kept: float | None,
 ) -> Plan:
-    groups = selector.groups(inputs, call_options.max_mask_bytes)
+    groups = method.groups(inputs, call_options.max_mask_bytes)
     # a group may have fewer query heads per key head
     of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(call_options.backend, of_group, selector.block_size, return_lse, lists_only=not selector.is_users)
+    backend = chosen_backend(call_options.backend, of_group, method.block_size, return_lse, lists_only=not method.is_users)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:
         like = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
-        prepared = prepare_selection(selector.slice_heads(group.query), whole.of_heads(group), like, call_options.max_mask_bytes)
+        prepared = prepare_selection(method.slice_heads(group.query), whole.of_heads(group), like, call_options.max_mask_bytes)
         plans.append(GroupPlan(group, prepared, dense[group.key]))
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())

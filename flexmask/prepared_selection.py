@@ -14,7 +14,7 @@ from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.scores import widest_float
 from flexmask.base.visibility import BlockVisibility, Tokens
 from flexmask.compilation import runs_uncompiled
-from flexmask.selector import FittedMethod, Method
+from flexmask.method import FittedMethod, Method
 
 if HAS_TRITON:
     from flexmask import kernels
@@ -29,8 +29,8 @@ MOST_NUMBERS = 2**27
 class PreparedSelection(NamedTuple):
     """The part of a selection that no layer's numbers change."""
 
-    selector: FittedMethod
-    selector_for_steps: Method  # the same with options as its steps take them (`with_device_numbers`)
+    method: FittedMethod
+    method_for_steps: Method  # the same with options as its steps take them (`with_device_numbers`)
     by_kernels: bool
     rows: int | None = None  # of a slice, for a method in slices of rows
     # the geometry, for kernels and for plain steps; None: computed with the selection
@@ -40,30 +40,30 @@ class PreparedSelection(NamedTuple):
 
 
 def prepare_selection(
-    selector: FittedMethod, inputs: PositionedInputs, like: PreparedSelection | None = None, most_bytes: int | None = None
+    method: FittedMethod, inputs: PositionedInputs, like: PreparedSelection | None = None, most_bytes: int | None = None
 ) -> PreparedSelection:
     """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
-    query, size, by_kernels = inputs.query, selector.block_size, selector.runs_kernels(inputs.query)
+    query, size, by_kernels = inputs.query, method.block_size, method.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
         if is_traced() and by_kernels:
-            return PreparedSelection(selector, selector, True)
+            return PreparedSelection(method, method, True)
         # a launch takes numbers as they are
-        for_steps = with_device_numbers(selector, query, keep_numbers=by_kernels)
+        for_steps = with_device_numbers(method, query, keep_numbers=by_kernels)
         if by_kernels:
             edges = None if like is None else like.edges
-            return PreparedSelection(selector, for_steps, True, edges=edges or _edges(inputs, size))
-        numbers = selector.row_numbers(inputs.key.shape[2])
+            return PreparedSelection(method, for_steps, True, edges=edges or _edges(inputs, size))
+        numbers = method.row_numbers(inputs.key.shape[2])
         if numbers:
             # a slice of rows writes out float32 numbers, and as much again
             at_once = MOST_NUMBERS if most_bytes is None else min(MOST_NUMBERS, most_bytes // 8)
             rows = max(1, at_once // (query.shape[0] * query.shape[1] * numbers * size)) * size
             if rows < query.shape[2]:
-                return PreparedSelection(selector, for_steps, False, rows)
+                return PreparedSelection(method, for_steps, False, rows)
         cut = None if like is None else like.cut
         # compiled steps compute the geometry in one graph with the rest
         if cut is None and runs_uncompiled(query) and not is_traced():
             cut = cut_into_blocks(inputs, size, plain).cut
-        return PreparedSelection(selector, for_steps, False, cut=cut)
+        return PreparedSelection(method, for_steps, False, cut=cut)
 
 
 def _edges(inputs: PositionedInputs, block_size: int) -> Edges:
@@ -73,27 +73,27 @@ def _edges(inputs: PositionedInputs, block_size: int) -> Edges:
 
 def with_replay(prepared: PreparedSelection) -> PreparedSelection:
     """Have the launches of one selection captured and replayed in later ones, if its kernels only launch."""
-    only_launches = prepared.by_kernels and prepared.selector_for_steps.only_launches
+    only_launches = prepared.by_kernels and prepared.method_for_steps.only_launches
     return prepared._replace(replay=LaunchReplay()) if only_launches else prepared
 
 
-def with_device_numbers(selector: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
-    """The selector with numbers as tensors in `widest_float`, so that another value is not another compilation.
+def with_device_numbers(method: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
+    """The method with numbers as tensors in `widest_float`, so that another value is not another compilation.
 
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
-    options, tensors = selector.options, {}
-    floats = [] if keep_numbers else [name for name in selector.floats if options[name] is not None and options[name] != 0]
-    for name in (*floats, *selector.pairs, *selector.by_head):
+    options, tensors = method.options, {}
+    floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
+    for name in (*floats, *method.pairs, *method.by_head):
         value = options[name]
         if keep_numbers and isinstance(value, float):
             continue
         if not isinstance(value, Tensor):
-            value = _written(query.device, value, (query.shape[1],) if name in selector.by_head else ())
+            value = _written(query.device, value, (query.shape[1],) if name in method.by_head else ())
         if query.is_cuda and not keep_numbers and not is_traced():
             keep_static(value)
         tensors[name] = value
-    return selector.with_options(**tensors)
+    return method.with_options(**tensors)
 
 
 def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:

@@ -14,8 +14,8 @@ from flexmask.base.blocks import BlockProblem, cut_into_blocks
 from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import Choice, Selection, block_lists
 from flexmask.compilation import run_compiled
+from flexmask.method import Method
 from flexmask.prepared_selection import PreparedSelection
-from flexmask.selector import Method
 from flexmask.stats import FROM_LISTS, computed
 
 if HAS_TRITON:
@@ -24,14 +24,14 @@ if HAS_TRITON:
 
 def run_kernels(prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """Run a method by kernels."""
-    size = prepared.selector_for_steps.block_size
+    size = prepared.method_for_steps.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     with on_device(inputs.query.device):
         edges = prepared.edges or kernels.edges_of(inputs, size)
         problem = BlockProblem(inputs, size, kernels, wants_map, edges)
         if prepared.replay is None or wants_map or statistics:
-            return result_of(problem, prepared.selector_for_steps, statistics)
-        lists = prepared.replay.lists(inputs, lambda: result_of(problem, prepared.selector_for_steps, ()).lists)
+            return result_of(problem, prepared.method_for_steps, statistics)
+        lists = prepared.replay.lists(inputs, lambda: result_of(problem, prepared.method_for_steps, ()).lists)
         return Selection(lists, None, {}, size)
 
 
@@ -39,13 +39,13 @@ def run_plain(
     prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...], end: Tensor | None = None
 ) -> Selection:
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
-    selector, size = prepared.selector_for_steps, prepared.selector_for_steps.block_size
+    method, size = prepared.method_for_steps, prepared.method_for_steps.block_size
     if prepared.cut is not None:
-        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), selector, statistics)
-    if selector.is_users:
-        return plain_result(inputs, size, selector, statistics, end)
-    fixed = tuple([(name, value) for name, value in selector.options.items() if not isinstance(value, Tensor)])
-    return run_compiled(plain_result, (selector.name, fixed, statistics), inputs, size, selector, statistics, end)
+        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
+    if method.is_users:
+        return plain_result(inputs, size, method, statistics, end)
+    fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
+    return run_compiled(plain_result, (method.name, fixed, statistics), inputs, size, method, statistics, end)
 
 
 def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...]) -> Selection:
@@ -61,7 +61,7 @@ def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statist
         assert keep is not None
         maps.append(keep)
     # lists and statistics of the whole map
-    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.selector_for_steps.block_size)
+    whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.method_for_steps.block_size)
     return run_compiled(plain_result, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
 
 
@@ -76,17 +76,17 @@ class MapOfSlices(Method):
 
 
 def plain_result(
-    inputs: PositionedInputs, block_size: int, selector: Method, statistics: tuple[str, ...], end: Tensor | None
+    inputs: PositionedInputs, block_size: int, method: Method, statistics: tuple[str, ...], end: Tensor | None
 ) -> Selection:
     """Cut a call into blocks and run a method on it, as torch compiles both."""
-    return result_of(cut_into_blocks(inputs, block_size, plain, end), selector, statistics)
+    return result_of(cut_into_blocks(inputs, block_size, plain, end), method, statistics)
 
 
-def result_of(problem: BlockProblem, selector: Method, statistics: tuple[str, ...]) -> Selection:
+def result_of(problem: BlockProblem, method: Method, statistics: tuple[str, ...]) -> Selection:
     """Run a method, and compute the wanted statistics."""
-    choice = selector.select(problem)
+    choice = method.select(problem)
     if not isinstance(choice, Choice):
-        _check_map(choice, f"method {selector.name} must give", problem)
+        _check_map(choice, f"method {method.name} must give", problem)
         choice = from_map(problem, choice)
     return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
 

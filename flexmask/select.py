@@ -16,7 +16,7 @@ def select_blocks(
     prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool = False, statistics: tuple[str, ...] = ()
 ) -> Selection:
     """Choose the blocks of every head, outside of autograd and autocast."""
-    selector, query = prepared.selector, inputs.query
+    method, query = prepared.method, inputs.query
     with torch.no_grad(), without_autocast(query.device):
         if prepared.by_kernels:
             result = (as_one_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
@@ -25,5 +25,5 @@ def select_blocks(
         if not with_map and result.mask_mod is None:
             # without a map and a title all methods share one compiled kernel
             return result if result.keep is None else result.with_fields(keep=None)
-        title = selector.name if result.mask_mod is not None else selector.title
+        title = method.name if result.mask_mod is not None else method.title
         return result.with_fields(keep=result.keep if with_map else None, title=title)

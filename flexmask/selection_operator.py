@@ -11,9 +11,9 @@ from torch import Tensor
 from flexmask.base.inputs import AttentionInputs, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.base.visibility import num_blocks
+from flexmask.method import METHODS, FittedMethod
 from flexmask.prepared_selection import PreparedSelection, with_device_numbers
 from flexmask.run_method import run_kernels, run_plain
-from flexmask.selector import METHODS, FittedMethod
 from flexmask.stats import empty
 
 
@@ -21,9 +21,9 @@ def as_one_operator(
     prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]
 ) -> Selection:
     """Run a method by kernels in a graph that torch traces."""
-    selector = prepared.selector
+    method = prepared.method
     # a plan that was made before the compilation has numbers
-    for_steps = with_device_numbers(selector, inputs.query, keep_numbers=False)
+    for_steps = with_device_numbers(method, inputs.query, keep_numbers=False)
     given = {name: value for name, value in for_steps.options.items() if value is not None}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     words = {name: value for name, value in given.items() if isinstance(value, str)}
@@ -31,11 +31,11 @@ def as_one_operator(
     integers = {name: int(value) for name, value in given.items() if name not in tensors and name not in words}
     outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
-        inputs.prompt_len, selector.name, selector.block_size, [*tensors, *words, *integers], list(tensors.values()),
+        inputs.prompt_len, method.name, method.block_size, [*tensors, *words, *integers], list(tensors.values()),
         list(words.values()), list(integers.values()), with_map, list(statistics),
     )  # fmt: skip
     stats = dict(zip(statistics, outputs[5:], strict=True))
-    return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, selector.block_size)
+    return Selection(BlockLists(*outputs[:4]), outputs[4] if with_map else None, stats, method.block_size)
 
 
 @torch.library.custom_op(

@@ -19,7 +19,7 @@ from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.call_options import DEFAULT_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.json_settings import json_data, keywords_of
 from flexmask.layer_heads import heads_by_layer
-from flexmask.selector import Method, UnknownOption, selector_of
+from flexmask.method import Method, UnknownOption, method_of
 
 CONFIG_KEY = "flexmask_config"
 _MOST_BYTES = 2**24
@@ -99,12 +99,12 @@ class PrefillSettings:
         )  # fmt: skip
         _ = self.call_options
         try:
-            self.selector()
+            self.layer_method()
         except UnknownOption as error:
             raise error.with_names(*FIELDS) from None
         for index in self.layers:
             try:
-                self.selector(index)
+                self.layer_method(index)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"layers[{index}]: {error}") from None
 
@@ -127,10 +127,10 @@ class PrefillSettings:
         checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
         return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
-    def selector(self, layer: int | None = None) -> Method:
+    def layer_method(self, layer: int | None = None) -> Method:
         """The method with its options in one layer; None: in all layers."""
         of_layer = {} if layer is None else self.layers.get(layer, {})
-        return selector_of(self.method, self.block_size, {**self.options, **of_layer})
+        return method_of(self.method, self.block_size, {**self.options, **of_layer})
 
     def check_model(self, config: Any, of_modules: Mapping[int, int] = {}) -> None:
         """Refuse missing layers, and options per head of another number; arguments of `heads_by_layer`."""
@@ -144,7 +144,7 @@ class PrefillSettings:
                 raise ValueError(f"{name} must hold layer indices below {number}, the model's layers; got {beyond[0]}")
         for layer, num_heads in enumerate(heads):
             if num_heads is not None and layer not in self.dense_layers:
-                with_heads(self.selector(layer), num_heads, f"layer {layer}: ")
+                with_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from the defaults, in JSON types; ValueError for a method that is a function."""
@@ -211,10 +211,10 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def with_heads(selector: Method, num_heads: int, where: str = "") -> Method:
-    """The selector with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
+def with_heads(method: Method, num_heads: int, where: str = "") -> Method:
+    """The method with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
     try:
-        return selector.fit_to_heads(torch.empty(()).expand(1, num_heads, 1, 1))
+        return method.fit_to_heads(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 

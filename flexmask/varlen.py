@@ -17,8 +17,8 @@ from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import notice_dense
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
+from flexmask.method import method_of
 from flexmask.plans import plan_call
-from flexmask.selector import selector_of
 from flexmask.stats import STATISTICS, SelectionStats, dense_stats
 
 Bounds = Tensor | Sequence[int]  # flash-attn's cu_seqlens
@@ -139,7 +139,7 @@ def sparse_attention_varlen(
     >>> [each.dense for each in stats]
     [False, True, True]
     """
-    selector = selector_of(method, block_size, options)
+    chosen = method_of(method, block_size, options)
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     check_shape("query", query, "(total_q, num_heads, head_dim)")
     check_shape("key", key, "(total_k, num_kv_heads, head_dim)")
@@ -157,9 +157,9 @@ def sparse_attention_varlen(
     )
     filled = [segment for segment in segments if segment.q_len > 0]
     problems = [segment.of(pack) for segment in filled]
-    selectors = [selector.for_inputs(inputs) for inputs in problems]
+    of_calls = [chosen.for_inputs(inputs) for inputs in problems]
     if backend != "auto":
-        chosen_backend(backend, pack, block_size, return_lse, lists_only=not selector.is_users)
+        chosen_backend(backend, pack, block_size, return_lse, lists_only=not chosen.is_users)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
     reasons = [policy.by_size(segment.q_len, segment.kv_len) for segment in filled]
@@ -168,7 +168,7 @@ def sparse_attention_varlen(
         notice_dense(reason, segment.q_len)
     dense = iter(dense_attention_packed(pack, short, return_lse, backend))
     out, lse, stats = None, [], []
-    for segment, inputs, of_call, reason in zip(filled, problems, selectors, reasons, strict=True):
+    for segment, inputs, of_call, reason in zip(filled, problems, of_calls, reasons, strict=True):
         if reason is not None:
             part = Attended(*next(dense))
         else:

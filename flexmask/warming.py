@@ -11,7 +11,7 @@ import torch
 from flexmask.attention import RECOMMENDED, sparse_attention
 from flexmask.base.checks import check_int, plain_number
 from flexmask.flex.flash_check import check_for_compiled_callers
-from flexmask.selector import selector_of
+from flexmask.method import method_of
 
 # tokens: sizes that changed are symbolic in the second call; no multiples of a block
 LENGTHS = (1100, 2300)
@@ -90,8 +90,8 @@ def warmup(
     options["dense_below"] = 0
     block_size, taken = options.get("block_size", 128), inspect.signature(sparse_attention).parameters
     of_method = {name: value for name, value in options.items() if name not in taken}
-    selector = selector_of(options.get("method", RECOMMENDED), block_size, of_method)
-    block = block_size if selector.whole_blocks else 1
+    chosen = method_of(options.get("method", RECOMMENDED), block_size, of_method)
+    block = block_size if chosen.whole_blocks else 1
     lengths = [-(-length // block) * block for length in LENGTHS]
     if torch.device(device).type == "cuda":
         lengths += [blocks * block_size for blocks in MANY_BLOCKS]

@@ -20,9 +20,9 @@ from flexmask import METHODS, block_masks
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
+from flexmask.method import Method, method_of
 from flexmask.prepared_selection import prepare_selection
 from flexmask.select import select_blocks
-from flexmask.selector import Method, selector_of
 from flexmask.stats import STATISTICS
 from tests.drawn_options import attention_masks, q_offsets, score_options
 from tests.oracle.hybrid import Rule
@@ -103,8 +103,8 @@ class Config:
         return {"method": self.method, **self.keywords}
 
     @property
-    def selector(self) -> Method:
-        return selector_of(self.method, self.block_size, self.options)
+    def checked_method(self) -> Method:
+        return method_of(self.method, self.block_size, self.options)
 
     def mask(self, query: Tensor, key: Tensor, **keywords: Any) -> Any:
         return mask_function(self.method)(query, key, **{**self.keywords, **keywords})
@@ -177,7 +177,7 @@ class Case:
         query, key = self.query if query is None else query, self.key if key is None else key
         inputs = attention_inputs(query, key, **self.keywords())
         sparse = inputs.with_offset()
-        prepared = prepare_selection(self.config.selector.for_inputs(inputs), sparse)
+        prepared = prepare_selection(self.config.checked_method.for_inputs(inputs), sparse)
         found = select_blocks(prepared, sparse, with_map=True, statistics=STATISTICS)
         assert found.keep is not None
         return Chosen(found.lists, found.keep, SimpleNamespace(**found.stats))

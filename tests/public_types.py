@@ -6,7 +6,7 @@ from typing_extensions import assert_type
 
 import flexmask
 from flexmask.block_masks import hip_mask
-from flexmask.method import BlockProblem, MaskFunction, method
+from flexmask.mask_function import BlockProblem, MaskFunction, method
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from flexmask import flexprefill_mask, hybrid_mask
 from flexmask.base.selection import kept_and_full
-from flexmask.selector import METHODS
+from flexmask.method import METHODS
 from tests.cases import structured_inputs
 
 OPTIONS = {"block_size": 32, "min_coverage": 0.3, "min_budget": 0, "last_rows_dense": False}

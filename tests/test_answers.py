@@ -20,7 +20,7 @@ from bench.answers import evaluate, prompts, ruler, tasks
 from bench.answers.evidence import Kept, token_spans
 from bench.answers.words import CLASSES
 from bench.rows import read_rows
-from flexmask.selector import METHODS
+from flexmask.method import METHODS
 from tests.integrations.common import make_model
 
 SIZES = {"code": 30, "json": 30}
@@ -178,7 +178,7 @@ def test_a_file_s_method_may_be_a_class(tmp_path):
     (tmp_path / "sinks_of_file.py").write_text(
         """from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
-from flexmask.method import Method, mask_function
+from flexmask.mask_function import Method, mask_function
 
 @dataclass(frozen=True, eq=False)
 class SinksOfFile(Method):
@@ -193,7 +193,7 @@ sinks_of_file = mask_function("sinks_of_file", SinksOfFile)
         encoding="utf-8",
     )
     made = evaluate.prefill_settings({"name": "mine", "method_file": f"{tmp_path}/sinks_of_file.py:sinks_of_file", "number": 2})
-    assert made.options == {"number": 2} and made.selector().name == "sinks_of_file"
+    assert made.options == {"number": 2} and made.layer_method().name == "sinks_of_file"
     del METHODS["sinks_of_file"]
 
 

@@ -27,7 +27,7 @@ from bench.ruler_model.vocabulary import TOKENS
 from bench.serving import table
 from bench.speed import calls
 from flexmask.block_masks import streaming_llm_mask
-from flexmask.selector import METHODS
+from flexmask.method import METHODS
 from tests.integrations.common import make_model
 from tests.integrations.families import VOCABULARY
 
@@ -118,7 +118,7 @@ def test_the_search_for_minference_finds_the_pattern_of_a_head():
 def test_compares_a_method_of_a_file(tmp_path):
     file, empty = tmp_path / "near_blocks.py", tmp_path / "empty.py"
     file.write_text(
-        "from flexmask.method import method\n\n\n"
+        "from flexmask.mask_function import method\n\n\n"
         "@method\ndef near_blocks_mask(problem, count=8):\n    return problem.diagonals(count)\n"
     )
     empty.write_text("x = 1\n")
@@ -128,7 +128,7 @@ def test_compares_a_method_of_a_file(tmp_path):
         assert found == ["near_blocks", *["hybrid"] * len(settings.FEW["hybrid"])]
         (setting,) = settings.chosen(lengths.parse(["--out", "x.csv", "--methods", str(file), "--options", '{"count": 2}']))
         assert str(setting) == 'near_blocks {"count": 2}'
-        assert setting.selector().options == {"count": 2}
+        assert setting.layer_method().options == {"count": 2}
     finally:
         METHODS.pop("near_blocks", None)
     for path, words in ((empty, "must define a method"), (tmp_path / "absent.py", "must be a Python file that is there")):

@@ -82,7 +82,7 @@ REFUSED: Refusals = [
         [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.bool, torch.complex64)],
     ),
     ({"q_offset": torch.zeros(2, device="meta").long()}, ValueError, "q_offset must be on key's device cpu; got meta"),
-    # gamma by head; tests/test_selector.py has the other options
+    # gamma by head; tests/test_method.py has the other options
     *(
         ({"gamma": [0.5] * n}, ValueError, f"gamma must hold one number for each of query's 4 heads; got {n} numbers")
         for n in (1, 3, 8)

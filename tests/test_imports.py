@@ -15,16 +15,16 @@ INDICES = (INDEX, "integrations.huggingface")
 # a folder or module imports from those before it only
 ORDER = (
     "_torch", "said", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
-    "stats", "users_mask", "option_fields", "selector", "dense_policy", "call_options", "prepared_selection", "run_method",
-    "selection_operator", "select", "method", "block_masks",
+    "stats", "users_mask", "option_fields", "method", "dense_policy", "call_options", "prepared_selection", "run_method",
+    "selection_operator", "select", "mask_function", "block_masks",
     "attend", "plans", INDEX, "attention", "varlen", "warming", "json_settings", "layer_heads", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip
 # and these from no others
 BELOW: dict[str, set[str]] = {
     "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation", "said"},
-    "export": {"_torch", "base", "flex", "plain"}, "block_masks": {"_torch", "base", "kernels", "method", "plain", "selector"},
-    "plot": {"base"},
+    "export": {"_torch", "base", "flex", "plain"}, "plot": {"base"},
+    "block_masks": {"_torch", "base", "kernels", "mask_function", "method", "plain"},
 }  # fmt: skip
 # imports of types only that close a circle
 CIRCLES = {("integrations.inspect.page", "integrations.inspect")}
@@ -198,7 +198,7 @@ def test_torch_waits_until_it_is_needed(module):
     [
         "from flexmask import METHODS; print('hybrid' in METHODS)",
         "from flexmask.block_masks import METHODS; print('hybrid' in METHODS)",
-        "from bench.fidelity.settings import Setting; print(Setting('hybrid', {}).selector().name == 'hybrid')",
+        "from bench.fidelity.settings import Setting; print(Setting('hybrid', {}).layer_method().name == 'hybrid')",
     ],
 )
 def test_the_table_of_methods_is_whole_whatever_is_imported_first(code):

@@ -1,162 +1,237 @@
-"""The decorator `method`: a function that keeps blocks becomes a mask generator in METHODS."""
+"""Options of the methods: ranges and refusals, NumPy's numbers for Python's, and how a method is named."""
 
-import copy
 import functools
-import inspect
-import pickle
+import json
+import math
 import re
-from dataclasses import FrozenInstanceError, dataclass
+from collections import UserList
 
 import numpy as np
 import pytest
 import torch
 
-from flexmask import METHODS, plan
-from flexmask.block_masks.hybrid import Hybrid
-from flexmask.method import BlockProblem, Method, count, mask_function, method, share
+from flexmask import METHODS, flexprefill_mask, hybrid_mask, sparse_attention, sparse_attention_varlen
+from flexmask.base.checks import plain_number, plain_numbers
+from flexmask.base.inputs import attention_inputs
+from flexmask.method import method_of
 from flexmask.settings import PrefillSettings
-from tests.comparisons import assert_honest
-from tests.expected import by_block, seen_pairs
+from tests.refusals import Refusals, refused_values
+
+NUMBER = "{name} must be a number; got {type}"
+FINITE = "{name} must be finite; got {got}"
+INTEGER = "{name} must be an int; got {type}"
+WORD = "{name} must be one of %s; got {got!r}"
+GAMMA = "gamma must be in (0, 1]; got {got}"
+CAP = "max_budget must be at least 1 token and at least min_budget ({least}); got {got}"
+STRIDE = "row_stride must be a divisor of block_size ({size}) and at least a 32nd of it; got {got}"
+OTHERS = "method '{method}' takes the options {own}; got {name!r}, an option of {others}"
 
 
-@method
-def nothing_mask(problem: BlockProblem) -> torch.Tensor:
-    return torch.zeros_like(problem.seen.visible[:, None])
+def by_head(error, message, value):
+    """A wrong number of the second of two heads."""
+    return refused_values(error, message.replace("gamma", "gamma[1]").replace("{name}", "gamma[1]"), ("gamma",), [value])[0][1:]
 
 
-@method
-def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
-    """Keep every n-th key block, another set for each head."""
-    heads = torch.arange(problem.inputs.query.shape[1])
-    columns = torch.arange(problem.seen.visible.shape[-1])
-    return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.seen.visible.shape[1], -1)
+def of_another(method, name, others):
+    own = ", ".join(METHODS[method].defaults)
+    return {name: 8}, TypeError, OTHERS.format(method=method, own=own, name=name, others=others)
 
 
-def spanned(problem: BlockProblem, blocks: int = count(2, 1), *, share: float = share(0.5)) -> torch.Tensor:
-    return problem.diagonals(blocks)
+INFINITE = (math.nan, math.inf, -math.inf)
+TOKENS = ("min_budget", "max_budget")
+WORDS = ("", "Last", None, 1, ["last"])
+REFUSED_BY: dict[str, Refusals] = {
+    "published": [
+        *refused_values(ValueError, GAMMA, ("gamma",), (0, 1.0000001)),
+        *refused_values(ValueError, "tau must be in [0, 1]; got {got}", ("tau",), (-0.1, 1.5)),
+        ({"max_budget": 1023}, ValueError, CAP.format(least=1024, got=1023)),
+    ],
+    "flexprefill": [
+        *refused_values(ValueError, GAMMA, ("gamma",), (0, -0.1, 1.0000001, 95)),
+        *refused_values(ValueError, "tau must be in [0, 1]; got {got}", ("tau",), (-0.1, 1.5)),
+        *refused_values(ValueError, FINITE, ("gamma", "tau"), INFINITE),
+        *refused_values(TypeError, NUMBER, ("gamma", "tau"), ("0.9", None, True, np.bool_(True), 0.9j, {0.9})),
+        *refused_values(TypeError, NUMBER, ("tau",), (torch.tensor(0.1), [0.1], (0.1, 0.2), np.array([0.1]))),
+        *refused_values(
+            TypeError, INTEGER, ("block_size", *TOKENS), (64.0, "64", True, np.array([64]), torch.tensor(64), (64, 64))
+        ),
+        *refused_values(TypeError, INTEGER, ("block_size", "min_budget"), (None,)),
+        *refused_values(ValueError, "{name} must be < 2**63 tokens; got {got}", TOKENS, (10**25,)),
+        ({"max_budget": 0, "min_budget": 0}, ValueError, CAP.format(least=0, got=0)),
+        ({"max_budget": 63, "min_budget": 64}, ValueError, CAP.format(least=64, got=63)),
+        *refused_values(ValueError, WORD % "'flatten', 'per_query'", ("query_aware",), WORDS),
+        *refused_values(ValueError, WORD % "'last', 'middle'", ("pattern_queries", "index_queries"), WORDS),
+        of_another("flexprefill", "row_stride", "hybrid"),
+    ],
+    "hybrid": [
+        *refused_values(ValueError, GAMMA, ("gamma",), (0, -0.1, 1.0000001, 95)),
+        ({"gamma": []}, ValueError, "gamma must be a number or hold one number per head; got an empty sequence"),
+        *(({"gamma": [0.5, x]}, *by_head(ValueError, GAMMA, x)) for x in (0, 1.1)),
+        *(({"gamma": [0.5, x]}, *by_head(ValueError, FINITE, x)) for x in (math.nan, math.inf)),
+        *(({"gamma": [0.5, x]}, *by_head(TypeError, NUMBER, x)) for x in ("0.9", None, True, (0.9,), torch.tensor(0.9))),
+        ({"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),
+        *refused_values(ValueError, STRIDE.replace("{size}", "128"), ("row_stride",), (0, -8, 3, 2, 256)),
+        ({"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
+        *refused_values(ValueError, "min_coverage must be in [0, 1]; got {got}", ("min_coverage",), (-0.1, 1.5)),
+        *refused_values(TypeError, INTEGER, ("row_stride",), (8.0,)),
+        *refused_values(TypeError, "{name} must be True or False; got {got!r}", ("last_rows_dense",), ("true", 1, 0.0, None)),
+        of_another("hybrid", "max_budget", "flexprefill, published"),
+    ],
+    "causal": refused_values(
+        ValueError, "block_size must be a multiple of 16 from 16 to 256; got {got}", ("block_size",), (0, -16, 8, 17, 100, 272)
+    ),
+}
+REFUSED = [(method, *each) for method, refusals in REFUSED_BY.items() for each in refusals]
 
 
-spanned_mask = method(spanned)
-OWN = {name: METHODS.pop(name) for name in ("nothing", "every_nth", "spanned")}
-CHUNK = {"q_offset": torch.tensor([5, 37]), "window": 70, "attention_mask": torch.arange(110)[None] >= torch.tensor([[0], [20]])}
+@pytest.mark.parametrize(("method", "options", "error", "message"), REFUSED, ids=[f"{m} {given}" for m, given, *_ in REFUSED])
+def test_wrong_value_is_refused_by_name(method, options, error, message):
+    given = dict(options)
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        method_of(method, given.pop("block_size", 128), given)
 
 
-@pytest.fixture(autouse=True)
-def own_methods_while_a_test_runs(monkeypatch):
-    for name, own in OWN.items():
-        monkeypatch.setitem(METHODS, name, own)
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *(("hybrid", {"gamma": x}) for x in (1e-9, 1, 1.0, (1e-9, 1), (0.5,) * 128)),
+        *(("flexprefill", {"tau": x}) for x in (0, 0.0, 1, 1.0)),
+        *(("causal", {"block_size": x}) for x in range(16, 257, 16)),
+        *(("hybrid", {"min_budget": x}) for x in (0, 1, 2**63 - 1)),
+        *(("hybrid", {"last_rows_dense": x}) for x in (True, False)),
+        ("flexprefill", {"max_budget": 1, "min_budget": 0}),
+        ("flexprefill", {"max_budget": 1024}),
+        *(
+            ("hybrid", {"block_size": size, "row_stride": stride})
+            for size, stride in ((16, 1), (48, 3), (128, 4), (256, 8), (256, 256))
+        ),
+        ("flexprefill", {"query_aware": "per_query", "pattern_queries": "middle", "index_queries": "middle"}),
+    ],
+    ids=str,
+)
+def test_ends_of_the_ranges_are_accepted(method, options):
+    given = dict(options)
+    chosen = method_of(method, given.pop("block_size", 128), given)
+    assert {name: chosen.options[name] for name in given} == given
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 3])
-def test_keeps_own_blocks_and_what_the_method_keeps_of_what_is_visible(n):
-    query, key = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 110, 16)
-    make, heads = (functools.partial(every_nth_mask, n=n), 4) if n else (nothing_mask, 1)
-    mask = make(query, key, block_size=16, **CHUNK)
-    assert mask.shape[:2] == (2, heads)
-    assert_honest(mask, (70, 110))
-    pairs = seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], CHUNK["window"])
-    position = CHUNK["q_offset"][:, None] + torch.arange(70)
-    own = torch.arange(110) // 16 == (position // 16)[:, :, None]
-    visible, own = (by_block(x, 16)[:, None] for x in (pairs, own))
-    chosen = (torch.arange(7) + torch.arange(heads)[:, None]) % n == 0 if n else torch.zeros(1, 7, dtype=torch.bool)
-    assert torch.equal(mask.to_dense().bool(), visible & (chosen[None, :, None] | own))
+def test_numbers_by_head_are_copied_and_compared_with_the_heads():
+    given = [0.5, 0.75]
+    chosen = method_of("hybrid", 128, {"gamma": given})
+    given[0] = 7
+    assert chosen.options["gamma"] == (0.5, 0.75)
+    query, key = torch.zeros(1, 4, 32, 16), torch.zeros(1, 2, 32, 16)
+    with pytest.raises(ValueError, match="gamma must hold one number for each of query's 4 heads; got 2 numbers"):
+        chosen.for_inputs(attention_inputs(query, key))
+    of_two = chosen.for_inputs(attention_inputs(query[:, :2], key))
+    assert of_two.keeps_every_block_by_head(2) == [False, False]
+    with_one = method_of("hybrid", 128, {"gamma": (0.5, 1)})
+    assert with_one.keeps_every_block_by_head(2) == [False, True]
 
 
-def test_name_doc_and_signature_are_the_methods():
-    assert every_nth_mask.__name__ == "every_nth_mask" and every_nth_mask.__doc__.startswith("Keep every n-th")
-    names = list(inspect.signature(every_nth_mask).parameters)
-    common = ["block_size", "scale", "softcap", "window", "attention_mask", "q_offset", "prompt_len", "return_stats"]
-    assert names == ["query", "key", "n", *common] and METHODS["every_nth"] is every_nth_mask.method
-    query = torch.randn(1, 2, 40, 16)
-    assert every_nth_mask(query, query.clone(), n=3).mask_mod.__name__ == "every_nth(block_size=128, n=3)"
+@pytest.mark.parametrize("method", ["hybrid", "flexprefill"])
+def test_only_a_gamma_of_one_keeps_every_block(method):
+    inputs = attention_inputs(torch.zeros(1, 4, 32, 16), torch.zeros(1, 2, 32, 16))
+    by_head = method_of(method, 128, {"gamma": (1 - 1e-9, 1, 0.99, 1.0)}).for_inputs(inputs)
+    assert by_head.keeps_every_block_by_head(4) == [False, True, False, True]
+    assert method_of(method, 128, {"gamma": 1 - 1e-9}).keeps_every_block_by_head(4) == [False] * 4
 
 
-def test_a_function_keeps_its_defaults_as_values_which_torch_compile_traces():
-    assert inspect.signature(spanned).parameters["blocks"].default == 2
-    assert METHODS["spanned"].defaults == {"blocks": 2, "share": 0.5}
-    query = torch.randn(1, 2, 64, 16)
-    with pytest.raises(ValueError, match="blocks must be >= 1 blocks; got 0"):
-        spanned_mask(query, query, blocks=0)
-
-
-def test_a_method_is_frozen_and_its_options_are_checked_when_it_is_made():
-    made = Hybrid(0.8, min_budget=np.int32(64), block_size=32)
-    assert (made.gamma, made.min_budget, made.row_stride, made.block_size) == (0.8, 64, 8, 32)
-    assert type(made.min_budget) is int and made.with_options(gamma=0.5).options == {**made.options, "gamma": 0.5}
-    with pytest.raises(FrozenInstanceError):
-        made.gamma = 0.9
+def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():
+    expected = method_of("flexprefill", 64, {"gamma": 0.5, "tau": 0.2})
+    half = functools.partial(flexprefill_mask, gamma=0.5, tau=0.7)
+    for named, options in (
+        (flexprefill_mask, {"gamma": 0.5, "tau": 0.2}),
+        (half, {"tau": 0.2}),
+        (functools.partial(half, tau=0.2), {}),
+    ):
+        found = method_of(named, 64, options)
+        assert type(found) is type(expected) and vars(found) == vars(expected)
     with pytest.raises(ValueError, match="gamma must be in"):
-        Hybrid(2)
-    with pytest.raises(ValueError, match=r"row_stride must be a divisor of block_size \(32\)"):
-        Hybrid(row_stride=5, block_size=32)
+        method_of(functools.partial(flexprefill_mask, gamma=2), 64, {})
+    users = method_of(lambda query, key, **given: None, 64, {"anything": 1})
+    assert users.is_users and users.options == {"anything": 1}
 
 
-def test_options_come_by_position_or_by_name():
-    query = torch.randn(1, 2, 40, 16)
-    with pytest.raises(TypeError, match="method 'every_nth' takes the options n; got 'm'"):
-        every_nth_mask(query, query, m=3)
-    with pytest.raises(TypeError, match="every_nth_mask takes 1 options by position; got 2"):
-        every_nth_mask(query, query, 3, 4)
-    with pytest.raises(TypeError, match="every_nth_mask got n twice, by position and by name"):
-        every_nth_mask(query, query, 3, n=4)
+@pytest.mark.parametrize(
+    ("function", "options", "why"),
+    [
+        (lambda query, key: None, {}, r"got one with \(query, key\): got an unexpected keyword argument 'block_size'"),
+        (lambda query, key, *, block_size, **_: None, {"query": 1}, "multiple values for argument 'query'"),
+        (lambda query, **_: None, {}, "too many positional arguments"),
+        (lambda query, key, block_size, window, attention_mask, q_offset: None, {"gamma": 1}, "keyword argument 'gamma'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_with_the_contract(function, options, why):
+    contract = "^method <lambda> must be a function of query and key that takes the keywords block_size, window, attention_mask, "
+    with pytest.raises(TypeError, match=f"{contract}q_offset.* and returns a BlockMask; .*{why}"):
+        method_of(function, 32, options)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *OWN])
-def test_methods_pickle_and_print(name):
-    made = METHODS[name](block_size=64)
-    again = pickle.loads(pickle.dumps(made))
-    assert type(again) is METHODS[name] and vars(again) == vars(made) and repr(again) == repr(made)
-    printed = repr(made).split("(")[0]
-    assert printed.replace("_", "").lower() == name.replace("_", "")
+@pytest.mark.parametrize("named", ["coverage", "reference", "", None, 3, ["hybrid"]])
+def test_a_method_that_is_not_there_is_refused(named):
+    with pytest.raises(ValueError, match=rf"^method must be one of 'causal', .*'hybrid'.*; got {re.escape(repr(named))}$"):
+        method_of(named, 128, {})
 
 
-class FirstBlock(every_nth_mask.method):  # type: ignore[misc, name-defined]
-    def select(self, problem):
-        return problem.first_blocks(1)
+NUMPY = {
+    "gamma": np.float32(0.5), "block_size": np.int64(32), "min_budget": np.int32(32), "row_stride": np.uint8(4),
+    "window": np.int64(100), "q_offset": np.int64(64), "scale": np.float16(0.5),
+}  # fmt: skip
+OPTIONS, BY_HEAD = {name: number.item() for name, number in NUMPY.items()}, [0.5, 0.6, 0.7, 0.9]
+SEQUENCES = [np.array(BY_HEAD), [np.float32(0.5), 0.6, 0.7, np.float64(0.9)], UserList(BY_HEAD)]
 
 
-def test_a_subclass_pickles_as_itself():
-    made = FirstBlock(n=3, block_size=64)
-    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        assert type(again) is FirstBlock and vars(again) == vars(made)
+def query_and_key():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(1, 4, 128, 32, generator=generator), torch.randn(1, 2, 192, 32, generator=generator)
 
 
-def test_what_holds_a_method_pickles():
-    settings = PrefillSettings("moa", plan=(64, 0.5), layers={1: {"sink_blocks": 2}})
-    again = pickle.loads(pickle.dumps(settings))
-    assert again == settings and again.selector(1).options == {"plan": (64, 0.5), "sink_blocks": 2}
-    tensors = [torch.randn(1, 2, 64, 16) for _ in range(3)]
-    made = plan(*tensors, "streaming_llm", block_size=16, sink_blocks=1, window_blocks=1, dense_below=0)
-    assert torch.equal(pickle.loads(pickle.dumps(made)).run(*tensors), made.run(*tensors))
+@pytest.mark.parametrize(
+    ("given", "plain"), [*(({name: NUMPY[name]}, {}) for name in NUMPY), *(({"gamma": x}, {"gamma": BY_HEAD}) for x in SEQUENCES)]
+)
+def test_numpys_numbers_and_sequences_by_head_give_the_same_mask(given, plain):
+    query, key = query_and_key()
+    found, expected = (hybrid_mask(query, key, **OPTIONS | options).to_dense() for options in (given, plain))
+    assert torch.equal(found, expected)
 
 
-def test_a_name_belongs_to_one_function():
-    def other_mask(problem: BlockProblem) -> None: ...
-
-    def every_nth_mask(problem: BlockProblem) -> None: ...
-
-    with pytest.raises(ValueError, match=r"every_nth_mask must have another name: method 'every_nth' is that of .*test_method"):
-        method(every_nth_mask)
-
-    class EveryNth(Method):
-        """In the same module under the name that the function's class has."""
-
-    EveryNth.__qualname__, EveryNth.__module__ = "every_nth", __name__
-    with pytest.raises(ValueError, match=rf"method 'every_nth' is that of {re.escape(__name__)}.every_nth_mask"):
-        mask_function("every_nth", EveryNth)
-    assert METHODS["every_nth"].defaults == {"n": 2}
-    # as a module that is imported again
-    first, again = method(other_mask).method, method(other_mask).method
-    assert first is not again is METHODS.pop("other")
+def test_every_entry_takes_them():
+    query, key = query_and_key()
+    sparse_attention(query, key, key, **NUMPY, dense_below=np.int64(1000), max_mask_bytes=np.int64(2**20))
+    rows, keys, bounds = query[0].transpose(0, 1), key[0, :, :128].transpose(0, 1), np.array([0, 50, 128])
+    given = (rows, keys, keys)
+    expected = sparse_attention_varlen(*given, [0, 50, 128], [0, 50, 128], dense_below=1000)
+    found = sparse_attention_varlen(*given, bounds, bounds, max_seqlen_q=np.int64(78), dense_below=np.int32(1000))
+    assert torch.equal(found, expected)
 
 
-def test_a_method_with_kernels_has_options_that_its_operator_can_pass():
-    @dataclass(frozen=True, eq=False)
-    class Paired(Method):
-        has_kernels = True
-        count: int | None = 1
-        pair: tuple[int, int] = (1, 2)
+def test_settings_with_numpy_numbers_are_those_with_pythons_and_can_be_saved():
+    given = {"gamma": np.array([0.5, 1.0]), "block_size": np.int64(32), "dense_below": np.int32(0)}
+    found = PrefillSettings(layers={np.int64(3): {"gamma": np.float32(0.75)}}, dense_layers=np.array([1, 2]), **given)
+    written = PrefillSettings(
+        layers={3: {"gamma": 0.75}}, dense_layers=(1, 2), gamma=[0.5, 1.0], block_size=32, dense_below=0
+    ).to_dict()
+    assert json.dumps(found.to_dict()) == json.dumps(written)
 
-    with pytest.raises(TypeError, match="option pair of a method with kernels must be"):
-        mask_function("paired", Paired)
-    assert "paired" not in METHODS
+
+def test_what_is_no_number_stays_for_the_checks():
+    tensor, flag = torch.ones(2), np.bool_(True)
+    assert plain_numbers(tensor) is tensor and plain_number(flag) is flag
+    assert plain_numbers(np.array([[1, 2], [3, 4]])) == ((1, 2), (3, 4))
+    query, key = query_and_key()
+    for gamma, said in ((np.array([0.5, 0.5]), "4 heads; got 2 numbers"), (np.array(["a"] * 4), r"gamma\[0\] must be a number")):
+        with pytest.raises((TypeError, ValueError), match=said):
+            hybrid_mask(query, key, gamma=gamma)
+    with pytest.raises(TypeError, match="window must be an int; got float"):
+        hybrid_mask(query, key, window=np.float32(64))
+
+
+@pytest.mark.parametrize("name", ["mask_mod", "score_mod", "block_mask", "attn_mask"])
+def test_a_mask_of_the_users_is_refused_with_the_way_to_pass_it(name):
+    query = torch.zeros(1, 2, 64, 16)
+    with pytest.raises(TypeError, match=rf"got '{name}' .*pass as method a function that returns a BlockMask.*and_masks"):
+        sparse_attention(query, query, query, **{name: None})
+    with pytest.raises(TypeError) as other:
+        sparse_attention(query, query, query, gama=0.9)
+    assert "and_masks" not in str(other.value)

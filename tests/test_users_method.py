@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from flexmask import sparse_attention
 from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD
 from flexmask.flex.block_mask import block_mask_from_lists
-from flexmask.method import method as decorated
+from flexmask.mask_function import method as decorated
 from tests.comparisons import assert_same_attention
 from tests.compile_support import recompilations
 from tests.expected import masked_attention, seen_pairs
@@ -61,7 +61,7 @@ NO_MAPS: list[tuple[Any, type[Exception], str]] = [
 def made_method(monkeypatch):
     """A method of the decorator that gives what the list holds."""
     given = []
-    monkeypatch.setattr("flexmask.method.METHODS", {})
+    monkeypatch.setattr("flexmask.mask_function.METHODS", {})
 
     @decorated
     def given_mask(problem):

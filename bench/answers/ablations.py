@@ -12,7 +12,7 @@ from flexmask.base.selection import Blocks, Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import FlexPrefill
 from flexmask.block_masks.hybrid import RULE, Hybrid, plain
-from flexmask.method import BlockProblem, mask_function
+from flexmask.mask_function import BlockProblem, mask_function
 
 if torch.cuda.is_available():
     from flexmask.block_masks.hybrid import kernels

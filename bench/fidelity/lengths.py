@@ -85,7 +85,7 @@ def measure(
             try:
                 with model.attending(setting):
                     change = model.log_probs(ids[:length], options.chunk) - dense
-                found = figures(model, dense, change, setting.selector().block_size)
+                found = figures(model, dense, change, setting.layer_method().block_size)
             except Exception as error:  # one method that fails must not end the run
                 print(f"FAILED {setting}, {length:,} tokens: {error!r}"[:600], flush=True)
                 failed.add((setting.method, length))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from bench import method_file
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.json_settings import json_data
-from flexmask.selector import METHODS, Method, selector_of
+from flexmask.method import METHODS, Method, method_of
 
 Options = dict[str, Any]
 
@@ -27,13 +27,13 @@ class Setting(NamedTuple):
     def is_default(self) -> bool:
         """True for what a user gets who names the method only, whatever `options` spell out."""
         own = METHODS[self.method].checked(128, {}) if self.method in METHODS else None
-        return own is not None and "layers" not in self.options and vars(self.selector()) == vars(own)
+        return own is not None and "layers" not in self.options and vars(self.layer_method()) == vars(own)
 
-    def selector(self, layer: int = 0) -> Method:
+    def layer_method(self, layer: int = 0) -> Method:
         """The checked method with a layer's options."""
         options = {**self.options, **self.options.get("layers", {}).get(str(layer), {})}
         options.pop("layers", None)
-        return selector_of(self.method, options.pop("block_size", 128), options)
+        return method_of(self.method, options.pop("block_size", 128), options)
 
 
 def by(option: str, *values: Any, **shared: Any) -> list[Options]:
@@ -90,14 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def methods_of(path: str) -> list[str]:
-    """The names of the methods that a Python file defines with the decorator `flexmask.method.method`."""
+    """The names of the methods that a Python file defines with the decorator `flexmask.mask_function.method`."""
     try:
         module = method_file.load(path)
     except ValueError as error:
         raise SystemExit(f"--methods: {error}") from None
     found = [name for name, method in METHODS.items() if method.__module__ == module.__name__]
     if not found:
-        raise SystemExit(f"{path} must define a method with flexmask.method.method")
+        raise SystemExit(f"{path} must define a method with flexmask.mask_function.method")
     return found
 
 
@@ -120,5 +120,5 @@ def chosen(arguments: argparse.Namespace) -> list[Setting]:
             raise SystemExit(f"--methods must be some of {','.join(ALL)}; got {unknown[0]}")
         found = [Setting(method, options) for method in methods for options in table.get(method, ALL.get(method, [{}]))]
     for setting in found:
-        setting.selector()
+        setting.layer_method()
     return found

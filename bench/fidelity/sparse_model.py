@@ -108,9 +108,9 @@ class SparseModel:
 
 def sparse_attention(inputs: AttentionInputs, setting: Setting, layer: int = 0) -> tuple[Tensor, Selection]:
     """Attention of checked inputs to a setting's blocks, and the selection; SDPA on CPUs, which compiles nothing."""
-    selector, on_gpu = setting.selector(layer).for_inputs(inputs), inputs.query.is_cuda
+    chosen, on_gpu = setting.layer_method(layer).for_inputs(inputs), inputs.query.is_cuda
     inputs = inputs.for_attention()
-    selected = select_blocks(prepare_selection(selector, inputs), inputs, with_map=not on_gpu)
+    selected = select_blocks(prepare_selection(chosen, inputs), inputs, with_map=not on_gpu)
     if on_gpu:
         backend = chosen_backend("auto", inputs, selected.block_size)
         return run_flex_attention(inputs, block_mask(inputs, selected), backend.name, lse_factor=backend.lse_factor)[0], selected

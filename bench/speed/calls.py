@@ -19,9 +19,9 @@ from flexmask.call_options import DEFAULT_MASK_BYTES
 from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
+from flexmask.method import method_of
 from flexmask.prepared_selection import prepare_selection
 from flexmask.select import select_blocks
-from flexmask.selector import selector_of
 
 BACKENDS = ("flash", "triton") if ON_GPU and flash_available() else ("triton",) if ON_GPU else ("cpu",)
 # the option that decides how many blocks a method keeps
@@ -66,8 +66,8 @@ def kernel(tensors: Tensors, method: str, options: dict[str, Any], backend: str)
     """The attention kernel over given block lists."""
     options = dict(options)
     inputs = attention_inputs(*tensors).for_attention()
-    selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
-    selected = select_blocks(prepare_selection(selector, inputs), inputs)
+    chosen = method_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
+    selected = select_blocks(prepare_selection(chosen, inputs), inputs)
     made = block_mask(inputs, selected)
     return lambda: run_flex_attention(inputs, made, backend)[0]
 
@@ -76,11 +76,11 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     """Kept share of the causal blocks."""
     options = dict(options)
     inputs = attention_inputs(*tensors).for_attention()
-    selector = selector_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
+    chosen = method_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
-    for group in selector.groups(inputs, DEFAULT_MASK_BYTES):
+    for group in chosen.groups(inputs, DEFAULT_MASK_BYTES):
         part = inputs.of_heads(group)
-        lists = select_blocks(prepare_selection(selector.slice_heads(group.query), part), part).lists
+        lists = select_blocks(prepare_selection(chosen.slice_heads(group.query), part), part).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]
         of += lists.kv_num_blocks.numel() * (blocks + 1) // 2

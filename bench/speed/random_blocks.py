@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.method import BlockProblem, method
+from flexmask.mask_function import BlockProblem, method
 
 
 @method

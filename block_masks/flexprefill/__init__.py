@@ -16,7 +16,7 @@ from flexmask.base.selection import Blocks, Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
 from flexmask.block_masks.flexprefill.plain import Budget, Shares
-from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share, word
+from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share, word
 
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels

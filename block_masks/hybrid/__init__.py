@@ -16,7 +16,7 @@ from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
 from flexmask.block_masks.hybrid.plain import RowChoice, Rule
-from flexmask.method import BlockProblem, ByHead, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share
 
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels

@@ -66,7 +66,7 @@ class Blocks(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The blocks that a selector keeps of one call, and how its mask is made of them."""
+    """The blocks that a method keeps in one call, and how its mask is made of them."""
 
     lists: BlockLists  # of (batch, num_heads or 1) heads
     # (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, in the mask_mod too; None: that holds visibility only

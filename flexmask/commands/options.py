@@ -50,7 +50,7 @@ def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
-        from flexmask.selector import UnknownOption
+        from flexmask.method import UnknownOption
 
         name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
         option = next((known for known in options if known == f"--{name.replace('_', '-')}"), otherwise)
@@ -112,7 +112,7 @@ class Common(NamedTuple):
         if self.settings is None and not chosen:
             return None
         from flexmask.json_settings import keywords_of
-        from flexmask.selector import UnknownOption
+        from flexmask.method import UnknownOption
         from flexmask.settings import PrefillSettings, merged
 
         saved = PrefillSettings()

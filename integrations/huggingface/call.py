@@ -22,7 +22,7 @@ from flexmask.integrations.huggingface.scope import is_scoped, module_of, rememb
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.plans import Plan, dense_plan, plan_call
-from flexmask.selector import Method
+from flexmask.method import Method
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
 
@@ -60,18 +60,18 @@ def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefi
     num_heads = inputs.query.shape[1]
     if scope is not None:
         settings, layer = scope.run.settings, scope.layer_of(module)
-        selector = scope.selectors.get(module)
-        if selector is None:
-            selector = scope.selectors[module] = _local_selector(settings.selector(layer), module, num_heads)
+        method = scope.methods.get(module)
+        if method is None:
+            method = scope.methods[module] = _local_method(settings.layer_method(layer), module, num_heads)
         if scope.prompt_len is not None:
             inputs = inputs.with_fields(prompt_len=scope.prompt_len)
-        return PrefillCall(inputs, tokens, prefill, layer, settings, selector, scope.run, scope.probe)
+        return PrefillCall(inputs, tokens, prefill, layer, settings, method, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer = -1 if index is None else index
     # a block's name without a block: left by an interrupt, or by a copy, before a compiled forward
     settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
-    selector = _local_selector(settings.selector(layer), module, num_heads)
-    return PrefillCall(inputs, tokens, prefill, layer, settings, selector, run)
+    method = _local_method(settings.layer_method(layer), module, num_heads)
+    return PrefillCall(inputs, tokens, prefill, layer, settings, method, run)
 
 
 _DENSE = PrefillSettings(dense_below=sys.maxsize)
@@ -88,7 +88,7 @@ class PrefillCall(NamedTuple):
     prefill: PrefillPass | None  # `PrefillMask.prefill`
     layer: int
     settings: PrefillSettings
-    selector: Method  # of this process's heads
+    method: Method  # of this process's heads
     run: PrefillRun | None = None
     probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
@@ -129,11 +129,11 @@ class PrefillCall(NamedTuple):
         return plans[kind][0]
 
     def _new_plan(self) -> Plan:
-        call_options, size = self.settings.call_options, self.selector.block_size
+        call_options, size = self.settings.call_options, self.method.block_size
         reason = self.call_reason()
         if reason is not None:
             return dense_plan(self.inputs, size, call_options, reason)
-        return plan_call(self.inputs, self.selector.for_inputs(self.inputs), call_options, layer=self.layer)
+        return plan_call(self.inputs, self.method.for_inputs(self.inputs), call_options, layer=self.layer)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, of the sequences of a pack in the batch rows one after the other."""
@@ -170,15 +170,15 @@ def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
     return inputs.with_fields(**rows)
 
 
-def _local_selector(selector: Method, module: nn.Module, num_heads: int) -> Method:
-    """`selector` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
-    named = selector.num_heads
+def _local_method(method: Method, module: nn.Module, num_heads: int) -> Method:
+    """`method` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
+    named = method.num_heads
     if named is None or named == num_heads or named % num_heads:
-        return selector
+        return method
     rank = _rank(module, named // num_heads)
     if rank is None:
-        return selector
-    return with_heads(selector, named).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
+        return method
+    return with_heads(method, named).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

@@ -23,7 +23,7 @@ from flexmask.integrations.huggingface.registration import NoteForward, register
 from flexmask.integrations.huggingface.scope import LOCK, Scope, block_name, latest
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.locking import locked
-from flexmask.selector import UnknownOption
+from flexmask.method import UnknownOption
 from flexmask.settings import PrefillSettings
 
 _log = logging.getLogger("flexmask")

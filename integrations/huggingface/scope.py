@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from flexmask.integrations.huggingface.compat import NAME, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
-from flexmask.selector import Method
+from flexmask.method import Method
 
 LOCK = threading.RLock()  # held while scopes open and close
 _PREFIX = f"{NAME}:"
@@ -39,7 +39,7 @@ class Scope:
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
         # by module, weakly: torch.nn.DataParallel makes new ones in each forward
-        self.selectors: MutableMapping[nn.Module, Method] = weakref.WeakKeyDictionary()  # of this process's heads
+        self.methods: MutableMapping[nn.Module, Method] = weakref.WeakKeyDictionary()  # of this process's heads
         self._layers: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
 
     @locked(LOCK)

@@ -32,7 +32,7 @@ class HeldAttention:
         plan = call.plan()
         attended, reason = plan.attend(call.inputs, with_maps=True), plan.reason
         if reason is None:
-            inputs, block_size, held = call.inputs.for_attention(), call.selector.block_size, []
+            inputs, block_size, held = call.inputs.for_attention(), call.method.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)
             for group, selected in attended.selections:
                 keep = selected.keep

@@ -37,8 +37,8 @@ def page(inspection: Inspection, model: str, prompt: str) -> str:
     title, about, run = escape(f"Sparse prefill in {model}"), inspection.about, inspection.run
     where = f"{about['model']}, {about['tokens']:,} tokens, {about['dtype']}, on {about['device']}, torch {about['torch']}"
     short = prompt if len(prompt) <= 2 * _MOST_CHARACTERS else f"{prompt[:_MOST_CHARACTERS]} ... {prompt[-_MOST_CHARACTERS:]}"
-    selector = run.settings.selector()
-    options = {"method": run.method, **selector.options, "block_size": selector.block_size, **run.settings.to_dict()}
+    method = run.settings.layer_method()
+    options = {"method": run.method, **method.options, "block_size": method.block_size, **run.settings.to_dict()}
     heads = "".join(map(_shown, inspection.heads)) or "<p>Every layer ran dense: there is no mask.</p>"
     return f"""<!DOCTYPE html>
 <html lang="en">

@@ -71,7 +71,7 @@ class Counters:
         with self._lock:
             self._pairs += pairs
             if counts:
-                visible = visible_blocks(rows, tokens, layer.selector.block_size, layer.window)
+                visible = visible_blocks(rows, tokens, layer.method.block_size, layer.window)
                 lists = sum(of_group.shape[1] for of_group in counts) // 2
                 self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
             else:

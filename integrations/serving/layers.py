@@ -14,7 +14,7 @@ from flexmask.base.inputs import AttentionInputs, attention_inputs
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import by_head_dim
 from flexmask.plans import Plan, plan_call
-from flexmask.selector import Method
+from flexmask.method import Method
 from flexmask.settings import PrefillSettings, with_heads
 
 _CHUNK = (400, 1000)  # rows and tokens of a chunk that every method must serve
@@ -40,34 +40,34 @@ class LayerShape:
         key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
-    def keeps_every_block_by_head(self, selector: Method) -> list[bool]:
-        """For each query head: the selector keeps all its blocks. TypeError or ValueError for one that cannot serve chunks."""
+    def keeps_every_block_by_head(self, method: Method) -> list[bool]:
+        """For each query head: the method keeps all its blocks. TypeError or ValueError for one that cannot serve chunks."""
         inputs = self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()
-        return selector.for_inputs(inputs).keeps_every_block_by_head(self.num_heads)
+        return method.for_inputs(inputs).keeps_every_block_by_head(self.num_heads)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
-    """A layer on this rank whose long prefills run sparse, with its selector and call options."""
+    """A layer on this rank whose long prefills run sparse, with its method and call options."""
 
     number: int  # in the model
-    selector: Method
+    method: Method
     call_options: CallOptions
 
     @property
     def variant(self) -> tuple[Any, ...]:
         """Everything that kernels are compiled for; options that are numbers on the device are not."""
-        selector, options = self.selector, self.selector.options
-        numbers = {*selector.by_head, *selector.pairs, *(name for name in selector.floats if options[name])}
+        method, options = self.method, self.method.options
+        numbers = {*method.by_head, *method.pairs, *(name for name in method.floats if options[name])}
         fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
         shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, selector.name, selector.block_size, fixed)
+        return (*shape, method.name, method.block_size, fixed)
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind share plans."""
         shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, self.selector.name, self.selector.block_size, *self.selector.options.items())
+        return (*shape, self.method.name, self.method.block_size, *self.method.options.items())
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
         """The layer with one gamma for all heads, which compiles nothing; None: as it is."""
@@ -86,7 +86,7 @@ Role = SparseLayer | Stock
 
 @functools.lru_cache(maxsize=1024)  # layers and gammas of recent requests: a new object would compute its kind again in each step
 def _with_gamma(layer: SparseLayer, gamma: float) -> SparseLayer:
-    return replace(layer, selector=layer.selector.with_options(gamma=gamma))
+    return replace(layer, method=layer.method.with_options(gamma=gamma))
 
 
 def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> Role:
@@ -98,14 +98,14 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
     if reason is not None:
         return Stock(reason)
-    selector = with_heads(settings.selector(number), shape.num_heads * ranks, f"layer {number}: ")
+    method = with_heads(settings.layer_method(number), shape.num_heads * ranks, f"layer {number}: ")
     layer = SparseLayer(
         **vars(shape),
         number=number,
-        selector=selector.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
+        method=method.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options,
     )
-    reason = call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.selector))
+    reason = call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.method))
     return layer if reason is None else Stock(reason)
 
 
@@ -129,7 +129,7 @@ def attend_chunk(
         geometry["prompt_len"] = prompt_len if goes_on else None
         inputs = attention_inputs(*tensors, sinks=sinks, **geometry)
         # the split of the step has decided about lengths
-        plan = plan_call(inputs, layer.selector.for_inputs(inputs), layer.call_options, at_any_length=True)
+        plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
         if plans is not None:
             plan = plan.without_tensors().with_replay()
             plans[kind] = plan

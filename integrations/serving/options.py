@@ -139,13 +139,13 @@ def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int
     if dense:
         raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
     options = server()
-    selector = options.settings.selector()
-    if "gamma" not in selector.by_head:
-        raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {selector.name!r}")
+    method = options.settings.layer_method()
+    if "gamma" not in method.by_head:
+        raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {method.name!r}")
     if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
         raise ValueError(f"{GAMMA} must be a number; got {type(gamma).__name__}")
     try:
-        selector.checked(selector.block_size, {**selector.options, "gamma": gamma})
+        method.checked(method.block_size, {**method.options, "gamma": gamma})
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
     if ranks not in options.stock_layers:
@@ -165,10 +165,10 @@ def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
     plain = next(number for number in range(len(special) + 1) if number not in special)
     numbers = [plain] if options.num_layers is None or plain < options.num_layers else []
     for number in (*numbers, *sorted({*settings.layers}.difference(settings.dense_layers))):
-        selector = settings.selector(number)
-        heads = selector.num_heads or ranks
+        method = settings.layer_method(number)
+        heads = method.num_heads or ranks
         shape = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0)
-        kept = shape.keeps_every_block_by_head(selector)
+        kept = shape.keeps_every_block_by_head(method)
         of_ranks = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
         if any(map(policy.by_selection, of_ranks)):
             return number

@@ -39,12 +39,12 @@ def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, le
 
 def _method(layers: Iterable[SparseLayer]) -> str:
     """As in "hybrid, gamma 0.9, min_budget 1024": options that may differ by head, and others unlike the defaults."""
-    selectors = [layer.selector for layer in layers]
-    selector = selectors[0]
-    parts = [selector.name]
-    for name, default in selector.defaults.items():
-        values = [each.options[name] for each in selectors]
-        if name in selector.by_head:
+    methods = [layer.method for layer in layers]
+    method = methods[0]
+    parts = [method.name]
+    for name, default in method.defaults.items():
+        values = [each.options[name] for each in methods]
+        if name in method.by_head:
             shares = [float(share) for value in values for share in (value if isinstance(value, tuple) else (value,))]
             low, high = min(shares), max(shares)
             parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")
@@ -104,7 +104,7 @@ def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
 
 def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
     """Whole prompts and chunks of each kind; long ones do not exceed `largest`."""
-    block = layer.selector.block_size
+    block = layer.method.block_size
     sizes = [(rows, length) for length in LENGTHS for rows in (length, length // 2)]
     # chunks of one block, whose size torch compiles as a constant, and below `_SHORT`
     short = [block] if block >= _SHORT else [block, _SHORT - 1]
@@ -120,7 +120,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
     """Two calls per number of heads that `max_mask_bytes` gives long calls; the first compiles for its exact size."""
-    block, (most_rows, most_tokens) = layer.selector.block_size, largest
+    block, (most_rows, most_tokens) = layer.method.block_size, largest
     by_kind: dict[tuple[int, bool], list[Size]] = {}
     step = max(most_tokens // _STEPS, 2 * block)
     for tokens in range(most_tokens, 4 * block, -step):
@@ -141,5 +141,5 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
 def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
     """Query heads per mask."""
     inputs = layer.inputs_of(*size, device)
-    group = layer.selector.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
+    group = layer.method.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
     return group.query.stop - group.query.start

@@ -12,8 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 
+from flexmask import mask_function, plan, plans, sparse_attention, warmup
 from flexmask import method as method_module
-from flexmask import plan, plans, selector, sparse_attention, warmup
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import Choice, block_lists, listed_blocks
 from flexmask.flex import flash_check
@@ -203,10 +203,10 @@ def test_a_users_mask_goes_through_flex_attention(asked, package):
 
 @pytest.mark.attention
 def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeypatch):
-    monkeypatch.setattr(selector, "METHODS", dict(selector.METHODS))
-    monkeypatch.setattr(method_module, "METHODS", selector.METHODS)
+    monkeypatch.setattr(method_module, "METHODS", dict(method_module.METHODS))
+    monkeypatch.setattr(mask_function, "METHODS", method_module.METHODS)
 
-    @method_module.method
+    @mask_function.method
     def itself_mask(problem):
         keep = problem.visible.expand(1, 2, -1, -1)
         return Choice(block_lists(keep, torch.zeros_like(problem.seen.full)), None, {}, only_itself)

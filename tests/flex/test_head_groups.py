@@ -11,14 +11,14 @@ import torch
 import flexmask
 from flexmask import flexprefill_mask, hybrid_mask, plans, sparse_attention
 from flexmask.base.inputs import attention_inputs
-from flexmask.selector import selector_of
+from flexmask.method import method_of
 from tests.attention_calls import CPP_ERROR, SINKS, flexprefill_attention
 from tests.cases import structured_inputs
 from tests.repository import python
 
 
 def head_bytes(inputs, named="flexprefill", block_size=16, **options):
-    return selector_of(named, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
+    return method_of(named, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
 
 
 # by number of heads: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4
@@ -135,7 +135,7 @@ import json, sys
 import torch
 from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.selector import selector_of
+from flexmask.method import method_of
 torch.set_num_threads(1)
 lengths, head_dim, dtype, scores, padded, method, block_size, options = json.loads(sys.argv[1])
 def peak():
@@ -145,7 +145,7 @@ def growth(q_len, kv_len):
     query, key = (torch.randn(1, 2, n, head_dim).to(getattr(torch, dtype)) for n in (q_len, kv_len))
     mask = torch.ones(1, kv_len, dtype=torch.bool) if padded else None
     inputs = attention_inputs(query, key, attention_mask=mask, **scores)
-    counted = 2 * selector_of(method, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
+    counted = 2 * method_of(method, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
     before = peak()
     getattr(block_masks, f"{method}_mask")(query, key, attention_mask=mask, block_size=block_size, **scores, **options)
     return peak() - before, counted

@@ -19,7 +19,7 @@ def test_options_are_saved_with_the_model(model, tokens, tmp_path):
     layers = {1: {"gamma": [0.7, 0.5, 0.6, 0.7]}}
     settings = flexmask_hf.configure(model, **SPARSE, layers=layers, dense_layers=[0])
     layers[1]["gamma"][0] = 0.1
-    assert settings.selector(1).options["gamma"] == (0.7, 0.5, 0.6, 0.7)
+    assert settings.layer_method(1).options["gamma"] == (0.7, 0.5, 0.6, 0.7)
     model.save_pretrained(tmp_path)
     flexmask_hf.register()
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="flexmask")

@@ -25,14 +25,14 @@ def test_a_block_holds_no_module_that_others_have_let_go(without_kernel):
     model = model_of("Llama")
     with opened(model, PrefillRun(PrefillSettings(block_size=32, dense_below=0))) as scope:
         model(torch.zeros(1, 100, dtype=torch.long))
-        layers = len(scope.selectors)
+        layers = len(scope.methods)
         replica = copy.copy(model.model.layers[0].self_attn)
-        scope.selectors[replica] = scope.selectors[model.model.layers[0].self_attn]
+        scope.methods[replica] = scope.methods[model.model.layers[0].self_attn]
         scope.layer_of(replica)
         gone = weakref.ref(replica)
         del replica
         gc.collect()
-        assert gone() is None and len(scope.selectors) == layers > 0
+        assert gone() is None and len(scope.methods) == layers > 0
 
 
 def test_a_mask_that_need_not_move_is_the_same_object():

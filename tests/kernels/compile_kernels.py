@@ -100,7 +100,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         inputs = AttentionInputs(query, key, None, *scores).with_offset()
         statistics = ("row_coverage",) if rich else ()
         blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
-        result_of(blocks, config.selector.with_options(**given), statistics)
+        result_of(blocks, config.checked_method.with_options(**given), statistics)
     row = torch.empty(4, 2, head_dim, dtype=dtype)
     cache = torch.empty(2, 2, 16, 2 * head_dim, dtype=dtype)
     pages_kernel.keys_and_values(cache, PageTable(torch.arange(2, dtype=torch.int32), 20), (row, row))

@@ -35,12 +35,12 @@ def layers_of(config, scores, lengths, number=3, device="cpu"):
 def by_itself(case):
     """By plain steps on a CPU, if it is asked outside of `by_kernels`."""
     inputs = attention_inputs(case.query, case.key, **case.keywords()).with_offset()
-    return select_blocks(prepare_selection(case.config.selector.for_inputs(inputs), inputs), inputs)
+    return select_blocks(prepare_selection(case.config.checked_method.for_inputs(inputs), inputs), inputs)
 
 
 def prepared_for(case):
     inputs = attention_inputs(case.query, case.key, **case.keywords()).with_offset()
-    prepared = with_replay(prepare_selection(case.config.selector.for_inputs(inputs), inputs))
+    prepared = with_replay(prepare_selection(case.config.checked_method.for_inputs(inputs), inputs))
     return prepared, lambda case: select_blocks(prepared, inputs.with_fields(query=case.query, key=case.key))
 
 
@@ -170,14 +170,14 @@ def test_a_method_that_does_more_than_launch_is_not_replayed(more, mode, monkeyp
     layers = layers_of(Config(**HYBRID), {}, (40, 97))
     with by_kernels(), mode():
         prepared, selected = prepared_for(layers[0])
-        select = type(prepared.selector_for_steps).select
+        select = type(prepared.method_for_steps).select
 
         def and_more(self, problem):
             choice = select(self, problem)
             more(choice.lists, problem.inputs.query)
             return choice
 
-        monkeypatch.setattr(type(prepared.selector_for_steps), "select", and_more)
+        monkeypatch.setattr(type(prepared.method_for_steps), "select", and_more)
         for case in layers:
             selected(case)
     assert prepared.replay._captured is None

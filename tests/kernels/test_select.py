@@ -224,10 +224,10 @@ def test_a_padding_mask_of_any_layout_is_read_row_by_row(method):
 def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
     query, key = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 70, 16)
     inputs = attention_inputs(query, key).with_offset()
-    selector = Config(**EVERYTHING, method=method).selector
+    checked = Config(**EVERYTHING, method=method).checked_method
     with by_kernels():
-        prepared = prepare_selection(selector.for_inputs(inputs), inputs)
-        assert isinstance(prepared.selector_for_steps.gamma, float) and 0 < prepared.selector_for_steps.gamma < 1
+        prepared = prepare_selection(checked.for_inputs(inputs), inputs)
+        assert isinstance(prepared.method_for_steps.gamma, float) and 0 < prepared.method_for_steps.gamma < 1
         found = as_one_operator(prepared, inputs, False, ())
         expected = select_blocks(prepared, inputs)
     assert all(map(torch.equal, found.lists, expected.lists))
@@ -238,8 +238,8 @@ def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
 def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
-        selector = Config(**EVERYTHING, method=method).selector.for_inputs(inputs)
-        found = as_one_operator(PreparedSelection(selector, selector, True), inputs, with_map, statistics)
+        fitted = Config(**EVERYTHING, method=method).checked_method.for_inputs(inputs)
+        found = as_one_operator(PreparedSelection(fitted, fitted, True), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]

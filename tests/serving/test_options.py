@@ -44,7 +44,7 @@ def test_settings_and_own_options_stand_side_by_side(of, engine):
     given = {"method": "flexprefill", "gamma": [0.9, 1.0], "block_size": 64, "dense_below": 0, "dense_layers": [0]}
     options = of(**given, layers={"3": {"gamma": [0.5, 0.6]}}, kernel=kernel, count_density=False, log_every=5)
     assert (options.settings.method, options.settings.options) == ("flexprefill", {"gamma": (0.9, 1.0)})
-    assert options.settings.selector(3).options["gamma"] == (0.5, 0.6)
+    assert options.settings.layer_method(3).options["gamma"] == (0.5, 0.6)
     assert (options.settings.dense_layers, options.policy) == ((0,), DensePolicy(0, 64, (0,)))
     assert (options.kernel, options.count_density, options.log_every, options.source) == (kernel, False, 5, source)
     assert of(gamma=0.9).kernel == default
@@ -54,7 +54,7 @@ def test_the_model_s_config_counts_where_nothing_else_is_given():
     for additional in ({}, {"flexmask": {}}, {"flexmask": {"kernel": "FLASH_ATTN"}}, {"other": 1}, object()):
         options = options_of_vllm(additional, MODEL)
         assert (options.settings.options["gamma"], options.source) == (0.8, "the model's config.json")
-        assert options.settings.selector(2).options["gamma"] == (0.5, 1.0)
+        assert options.settings.layer_method(2).options["gamma"] == (0.5, 1.0)
     nested = SimpleNamespace(get_text_config=lambda: MODEL)
     assert options_of_vllm({}, nested).settings.options["gamma"] == 0.8
     assert options_of_vllm({"flexmask": {"gamma": 0.7}}, MODEL).settings.options["gamma"] == 0.7

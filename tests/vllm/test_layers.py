@@ -78,19 +78,19 @@ def test_a_method_that_takes_no_chunks_is_refused():
 
 def test_each_rank_gets_the_numbers_of_its_heads():
     shares = PrefillSettings(gamma=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
-    assert role(settings=shares, ranks=(0, 2)).selector.options["gamma"] == (0.1, 0.2, 0.3, 0.4)
-    assert role(settings=shares, ranks=(1, 2)).selector.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
+    assert role(settings=shares, ranks=(0, 2)).method.options["gamma"] == (0.1, 0.2, 0.3, 0.4)
+    assert role(settings=shares, ranks=(1, 2)).method.options["gamma"] == (0.5, 0.6, 0.7, 0.8)
     with pytest.raises(ValueError, match="layer 1: gamma must hold one number for each of query's 4 heads; got 8 numbers"):
         role(settings=shares)
     of_layer = PrefillSettings(layers={1: {"gamma": [0.9, 1.0] * 4}})
-    assert role(settings=of_layer, ranks=(1, 2)).selector.options["gamma"] == (0.9, 1.0, 0.9, 1.0)
+    assert role(settings=of_layer, ranks=(1, 2)).method.options["gamma"] == (0.9, 1.0, 0.9, 1.0)
     one = PrefillSettings(gamma=0.7)
-    assert role(settings=one, ranks=(1, 2)).selector.options["gamma"] == 0.7
+    assert role(settings=one, ranks=(1, 2)).method.options["gamma"] == 0.7
     pairs = PrefillSettings(method="minference", plan=[[number, 100] for number in range(1, 9)])
-    assert role(settings=pairs, ranks=(1, 2)).selector.options["plan"] == tuple((number, 100) for number in range(5, 9))
+    assert role(settings=pairs, ranks=(1, 2)).method.options["plan"] == tuple((number, 100) for number in range(5, 9))
     # a method's own plan is the whole model's
-    whole = role(settings=PrefillSettings(method="moa"), num_heads=8).selector.options["plan"]
-    halves = [role(settings=PrefillSettings(method="moa"), ranks=(rank, 2)).selector.options["plan"] for rank in range(2)]
+    whole = role(settings=PrefillSettings(method="moa"), num_heads=8).method.options["plan"]
+    halves = [role(settings=PrefillSettings(method="moa"), ranks=(rank, 2)).method.options["plan"] for rank in range(2)]
     assert halves[0] + halves[1] == whole
 
 

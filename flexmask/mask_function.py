@@ -1,0 +1,210 @@
+"""Mask generators, and the decorator that makes a method of a function."""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import Field, field, fields, make_dataclass
+from typing import Any, Literal, Protocol, cast, get_type_hints, overload
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexmask.base.blocks import BlockProblem as BlockProblem
+from flexmask.base.head_groups import head_groups
+from flexmask.base.inputs import attention_inputs
+from flexmask.flex.block_mask import block_mask
+from flexmask.method import METHODS
+from flexmask.method import Method as Method
+from flexmask.option_fields import ByHead as ByHead
+from flexmask.option_fields import PairsByHead as PairsByHead
+from flexmask.option_fields import count as count
+from flexmask.option_fields import read_fields
+from flexmask.option_fields import share as share
+from flexmask.option_fields import word as word
+from flexmask.prepared_selection import prepare_selection
+from flexmask.select import select_blocks
+from flexmask.stats import STATISTICS, SelectionStats, stats_of
+
+_LARGEST_MASK_BYTES = 16 * 2**30
+
+
+class MaskFunction(Protocol):
+    """A generator of BlockMasks; its options are the method's own, by position or name."""
+
+    __name__: str
+    method: type[Method]
+
+    # fmt: off
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
+        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: Literal[False] = ..., **named: Any,
+    ) -> BlockMask: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, *options: Any, return_stats: Literal[True], **named: Any,
+    ) -> tuple[BlockMask, SelectionStats]: ...
+    @overload
+    def __call__(
+        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
+        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
+        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: bool = ..., **named: Any,
+    ) -> Any: ...
+    # fmt: on
+
+
+def mask_function(name: str, cls: type[Method]) -> MaskFunction:
+    """The generator of a method's BlockMasks, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
+
+    ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` is checked as `flexmask.flexprefill_mask`, has the
+    class's docstring, and the class as its attribute ``method``.
+
+    Raises
+    ------
+    ValueError
+        For a name that another class has in the table.
+    TypeError
+        For options of a method with kernels that no operator passes inside ``torch.compile``.
+    """
+    cls.name, function_name = name, f"{name}_mask"
+    read_fields(cls)
+    other = METHODS.get(name)
+    # a module may be imported again
+    if other is not None and _qualified_name(other) != _qualified_name(cls):
+        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {_qualified_name(other)}")
+    options = [each for each in fields(cls) if each.name in cls.defaults]
+    positional = [each.name for each in options if not each.kw_only]
+
+    def generate(
+        query: Tensor,
+        key: Tensor,
+        *by_position: Any,
+        block_size: int = 128,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        attention_mask: Tensor | None = None,
+        q_offset: int | Tensor | None = None,
+        prompt_len: int | None = None,
+        return_stats: bool = False,
+        **options: Any,
+    ) -> Any:
+        if len(by_position) > len(positional):
+            raise TypeError(f"{function_name} takes {len(positional)} options by position; got {len(by_position)}")
+        for option, value in zip(positional[: len(by_position)], by_position, strict=True):
+            if option in options:
+                raise TypeError(f"{function_name} got {option} twice, by position and by name")
+            options[option] = value
+        inputs = attention_inputs(
+            query,
+            key,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            attention_mask=attention_mask,
+            q_offset=q_offset,
+            prompt_len=prompt_len,
+        ).with_offset()
+        chosen = cls.checked(block_size, options).for_inputs(inputs)
+        needed = query.shape[0] * query.shape[1] * chosen.peak_bytes_per_head(inputs)
+        if needed > _LARGEST_MASK_BYTES:
+            raise ValueError(
+                f"query and key must need a mask of at most {_LARGEST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
+                f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
+            )
+        prepared = prepare_selection(chosen, inputs)
+        selection = select_blocks(prepared, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
+        mask = block_mask(inputs, selection)
+        return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
+
+    query, key, _, *common, _ = inspect.signature(generate).parameters.values()
+    own = [
+        inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
+        for each in options
+    ]
+    function = cast(Any, generate)
+    # inspect and help() read it
+    function.__signature__ = inspect.Signature(
+        [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
+    )
+    function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
+    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
+    function.method = METHODS[name] = cls
+    return cast(MaskFunction, generate)
+
+
+def method(choose: Callable[..., Any]) -> MaskFunction:
+    """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
+
+    Parameters
+    ----------
+    choose
+        From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
+        every visible block; a call raises TypeError or ValueError for anything else.
+        Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
+        (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
+        tensors; 0 stays a number. Other options are compile-time constants. Each head must choose for itself, as heads may come
+        in groups; a class sets `Method.heads_decide_together`.
+
+    Returns
+    -------
+    callable
+        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with a
+        `Method` as its attribute ``method``. Methods with checks of their own, or kernels, are classes (`mask_function`).
+
+    Raises
+    ------
+    ValueError
+        For a name that another function has in the table.
+    """
+    _, *declared = inspect.signature(choose).parameters.values()
+    hints = get_type_hints(choose, include_extras=True)
+    options = []
+    for each in declared:
+        # `count` and others give fields
+        option = each.default if isinstance(each.default, Field) else field(default=each.default)
+        option.kw_only = each.kind is each.KEYWORD_ONLY
+        options.append((each.name, hints.get(each.name, Any), option))
+    # torch.compile (2.11) traces no function with a Field
+    function = cast(Any, choose)
+    function.__defaults__ = tuple(_plain(x) for x in function.__defaults__ or ()) or None
+    function.__kwdefaults__ = {name: _plain(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
+    name = choose.__name__.removesuffix("_mask")
+    body = {
+        "select": lambda self, problem: choose(problem, **self.options),
+        # no module has the class under its name
+        "__reduce__": lambda self: _reduced(self, choose.__module__, name),
+        "defined_as": choose.__qualname__,
+        "__module__": choose.__module__,
+        "__qualname__": choose.__qualname__.removesuffix("_mask"),
+        "__doc__": inspect.getdoc(choose),
+    }
+    cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)
+    for each, (_, _, option) in zip(declared, options, strict=True):
+        option.type = each.annotation  # as written, for help()
+    return mask_function(name, cls)
+
+
+def _reduced(made: Method, module: str, name: str) -> tuple[Any, ...]:
+    if "__reduce__" in vars(type(made)):
+        return _of_table, (module, name, vars(made))
+    # of a subclass, which its module has
+    return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]  # typeshed lacks it
+
+
+def _of_table(module: str, name: str, values: dict[str, Any]) -> Method:
+    """A method of a function, unpickled; its module enters it into `METHODS`."""
+    importlib.import_module(module)
+    return METHODS[name].unchecked(**values)
+
+
+def _plain(default: Any) -> Any:
+    return default.default if isinstance(default, Field) else default
+
+
+def _qualified_name(cls: type[Method]) -> str:
+    return f"{cls.__module__}.{getattr(cls, 'defined_as', cls.__qualname__)}"
