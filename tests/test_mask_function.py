@@ -135,7 +135,9 @@ def test_a_name_belongs_to_one_function():
 
     def every_nth_mask(problem: BlockProblem) -> None: ...
 
-    with pytest.raises(ValueError, match=r"every_nth_mask must have another name: method 'every_nth' is that of .*test_mask_function"):
+    with pytest.raises(
+        ValueError, match=r"every_nth_mask must have another name: method 'every_nth' is that of .*test_mask_function"
+    ):
         method(every_nth_mask)
 
     class EveryNth(Method):

