@@ -1,6 +1,6 @@
-"""Servers that prefill and a stock one that decodes from the pages that they hand over: ``python -m tests.vllm.nixl_run OUT``.
+"""Servers that prefill and a stock one that decodes from their pages: ``python -m tests.vllm.nixl_run [cuda] OUT``.
 
-Each has its own processes, in which vLLM's `NixlConnector` moves the pages.
+Each has its own processes, and vLLM's `NixlConnector` moves the pages; with ``cuda`` the decoding one has the second GPU.
 """
 
 import json
@@ -13,22 +13,26 @@ from unittest.mock import patch
 from flexmask.integrations.vllm import registration
 from tests.serving.programs import FAULT, prompt, split_one_token_off
 from tests.vllm.engine_run import answer, sampling
-from tests.vllm.engines import CPU_PLUGIN, MODEL, PAGE, PAGES, SPARSE, on_cpu
+from tests.vllm.engines import CPU_PLUGIN, MODEL, PAGE, PAGES, SPARSE, on_cpu, on_cuda
 
 # vLLM's processes import this module, under another name
 if os.environ.get(FAULT):
     patch("flexmask.integrations.serving.engine.split_step", split_one_token_off).start()
 
 
-def server(role, options=None):
+def server(device, role, options=None):
     """Start an engine; without options on the stock backend."""
     from vllm import LLM
 
-    environment, given = on_cpu(options)
+    if device == "cuda":
+        environment, given = on_cuda(options, "FLASH_ATTN")
+        environment = {**environment, "CUDA_VISIBLE_DEVICES": "0" if options else "1"}
+    else:
+        environment, given = on_cpu(options)
     # where its connector listens
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    os.environ.update(environment, VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
+    os.environ.update(environment, VLLM_ENABLE_V1_MULTIPROCESSING="1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(port))
     return LLM(
         model=MODEL,
         max_model_len=4096,
@@ -39,7 +43,7 @@ def server(role, options=None):
         seed=0,
         # each answer comes from pages that were handed over, or is prefilled anew
         enable_prefix_caching=False,
-        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"},
+        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": device},
         additional_config={} if options is None else {"flexmask": options},
         **given,
     )
@@ -49,15 +53,18 @@ def generate(engine, ids, tokens, **extra):
     return engine.generate({"prompt_token_ids": ids}, sampling(tokens, extra_args=extra), use_tqdm=False)[0]
 
 
-def main(out):
+def main(*device_and_out):
+    *named, out = device_and_out
+    device = named[0] if named else "cpu"
     prompts = [prompt(3001), prompt(1700, seed=1)]
-    decodes = server("kv_consumer")
-    sys.path.insert(0, CPU_PLUGIN)
-    prefills = server("kv_producer", SPARSE)
+    decodes = server(device, "kv_consumer")
+    if device == "cpu":
+        sys.path.insert(0, CPU_PLUGIN)
+        # this process is the front end of all; vLLM does not choose our backend by its name on CPUs
+        registration.is_ours = lambda vllm_config: "flexmask" in vllm_config.additional_config
+    prefills = server(device, "kv_producer", SPARSE)
     os.environ[FAULT] = "1"
-    wrong = server("kv_producer", SPARSE)
-    # this process is the front end of all three; vLLM does not choose our backend by its name on CPUs
-    registration.is_ours = lambda vllm_config: "flexmask" in vllm_config.additional_config
+    wrong = server(device, "kv_producer", SPARSE)
 
     def handed(first, **options):
         """Answers of the decoding server, from pages of `first`."""
