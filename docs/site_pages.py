@@ -22,9 +22,10 @@ PAGES = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "bench/FIDELITY.md",
-    # of the rule of hybrid before the release: linked, but not in the navigation
+    # of earlier rules and engines: linked, but not in the navigation
     "bench/archive/EARLIER.md",
     "bench/archive/earlier-rule.md",
+    "bench/archive/engines.md",
     "bench/HYBRID_ABLATIONS.md",
     "bench/LEADERBOARD.md",
     "bench/README.md",

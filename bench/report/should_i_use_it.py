@@ -15,11 +15,12 @@ from bench.report.trained import NAME
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
-_ENGINES = "serving-measurements.md#times"
+_ENGINES = "serving-measurements.md#times-of-sglang"
 _CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
 _NEWEST = "serving.md#times"
-_LATENT, _MIXTURES = "serving-measurements.md#deepseek-v3s-attention", "serving-measurements.md#mixtures-and-sinks"
-_SERVED = "serving.md#what-runs-sparse-and-what-was-run-where"
+_MIXTURES = "serving-measurements.md#mixtures-and-sinks"
+_SERVED = "serving.md#what-runs-sparse"
+_OLDER = "../bench/archive/engines.md#times"
 _ON_FLASH = "hybrid, gamma 0.1, min_budget 2688, min_coverage 0, backend flash"
 _GAINS = (16384, 32768, 65536, 131072)  # prompt tokens
 
@@ -45,14 +46,14 @@ def models(folder: Path = FOLDER) -> list[str]:
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, NAME, 8192), _NEWEST), served],
         ["Llama 3.1 8B", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, None), _NEWEST), served],
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, 8192), _NEWEST), served],
-        ["the same, whole", "vLLM 0.26", *_gains(vllm(folder), _ENGINES), served],
-        ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _ENGINES), served],
+        ["the same, whole", "vLLM 0.26", *_gains(vllm(folder).loc[[16384]], _OLDER), served],
+        ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _OLDER), served],
         ["the same", "SGLang 0.5.23, H200", *_gains(sglang(folder), _ENGINES), served],
         ["the same", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100"), _ENGINES), served],
         ["the same, FP8 cache", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100", "fa3, FP8 cache"), _ENGINES), served],
         ["the same", "transformers, random blocks", *_gains(transformers(folder), _MODELS), in_transformers],
         ["Qwen3 8B", "transformers, random blocks", *_gains(transformers(folder, "qwen3-8b"), _MODELS), in_transformers],
-        ["DeepSeek V3's attention", "vLLM 0.26, H100", *_gains(latent, _LATENT), served],
+        ["DeepSeek V3's attention", "vLLM 0.26, H100", *_gains(latent, _OLDER), served],
         ["Qwen3-Next", "vLLM 0.33, H100, random blocks", *_gains(mixture, _MIXTURES), attention_layers],
         ["gpt-oss-20b", "vLLM 0.33, H100, random blocks", *_gains(sinks, _MIXTURES), windows],
         ["Gemma, other windows", "transformers, vLLM", *none, windows],
