@@ -1,6 +1,6 @@
 """The served releases of the engines, and the check of release and interfaces at start-up.
 
-The newest two minor releases of each engine are served (docs/serving.md says what was run on which). A newer one is
+The newest two minor releases of each engine are served (docs/serving-measurements.md says what was run on which). A newer one is
 served with a warning if its interfaces fit. An older one is refused; the message names the last release of flexmask that served
 it.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SERVED = {"vLLM": ((0, 32), (0, 33)), "SGLang": ((0, 5, 22), (0, 5, 23))}
-"""docs/serving.md says on which of them what was run"""
+"""docs/serving-measurements.md says on which of them what was run"""
 # by engine and release: the last release of flexmask that served it. None has been dropped since the first
 LAST_SERVED_BY: dict[tuple[str, tuple[int, ...]], str] = {}
 

@@ -1,4 +1,4 @@
-"""The answers of engines on a GPU, as committed, lie within the bounds that docs/serving.md explains."""
+"""The answers of engines on a GPU, as committed, lie within the bounds that docs/serving-measurements.md explains."""
 
 import pytest
 
