@@ -10,7 +10,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import SelectionStats, sparse_attention, sparse_attention_varlen, warmup
 from flexmask.block_masks import causal_mask
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend_chunk, role_of_shape
+from flexmask.integrations.serving.chunk import attend_chunk
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
 from tests.attention_calls import SINKS

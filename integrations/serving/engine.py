@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk
 from flexmask.integrations.serving.counters import Counters
-from flexmask.integrations.serving.layers import Role, SparseLayer, Stock, attend_chunk
-from flexmask.integrations.serving.options import RequestOptions, ServingOptions
-from flexmask.integrations.serving.split import SparseRequest, StepSplit, split_step
+from flexmask.integrations.serving.layers import Role, SparseLayer, Stock
+from flexmask.integrations.serving.options import ServingOptions
+from flexmask.integrations.serving.split import StepRequests, StepSplit, split_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 
 StockBase: Any = object  # base of the mixins where types are checked, without the engines installed
@@ -66,16 +66,12 @@ class Engine:
         if self.sparse_layers:
             reserve(self.sparse_layers, largest, device, dtype, self.options.count_density)
 
-    def split(
-        self, starts: Sequence[int], seq_lens: Sequence[int] | None, reason: str | None = None,
-        is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
-        prompt_lens: Sequence[int] = (), policy: DensePolicy | None = None,
-    ) -> StepSplit:  # fmt: skip
+    def split(self, requests: StepRequests, reason: str | None = None, policy: DensePolicy | None = None) -> StepSplit:
         """`split_step`; with a reason, which is logged once, all rows run stock."""
         if reason is not None:
             self.counters.warn_once(reason)
-            seq_lens = None
-        return split_step(starts, seq_lens, policy or self.options.policy, is_prefilling, requested, prompt_lens)
+            requests = requests._replace(seq_lens=None)
+        return split_step(requests, policy or self.options.policy)
 
     def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
         """Count the tokens of a step, as split or all of them dense; the first sparse layer counts for all."""
@@ -90,7 +86,7 @@ class Engine:
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `concat_cached` makes the `key` and `value`."""
         counts, layer = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if counts else ()
-        attended = attend_chunk(layer, query, key, value, sinks, statistics, request.plans, counts, request.prompt_len)
+        attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=counts)
         if counts and is_counted:
             self.counters.add_call(role, attended, query.shape[0], key.shape[1], heads=request.gamma is None)
         return attended.out

@@ -1,4 +1,4 @@
-"""A layer whose long prefills run sparse, on one rank, and its attention, by a plan."""
+"""The role of a layer on one rank: sparse with its method and options, or stock."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flexmask.attend import Attended
-from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.base.inputs import AttentionInputs
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import by_head_dim
-from flexmask.plans import Plan, plan_call
 from flexmask.method import Method
 from flexmask.settings import PrefillSettings, with_heads
 
@@ -107,54 +104,3 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     )
     reason = call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.method))
     return layer if reason is None else Stock(reason)
-
-
-def attend_chunk(
-    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None, statistics: tuple[str, ...] = (),
-    plans: dict[Any, Plan] | None = None, with_counts: bool = False, prompt_len: int | None = None,
-) -> Attended:  # fmt: skip
-    """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
-
-    `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
-    (num_heads,). `plans` are those of the chunk by kind of layer, and get the one of this layer; `prompt_len` is that of
-    `flexmask.sparse_attention`, without effect up to `tokens`. The output is (rows, num_heads, v_head_dim).
-    """
-    # contiguous as in the warm-up: kernels are compiled for the memory layout
-    tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
-    kind = (layer.kind, query.dtype)
-    plan = None if plans is None else plans.get(kind)
-    if plan is None:
-        goes_on = prompt_len is not None and prompt_len > key.shape[1]
-        geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
-        geometry["prompt_len"] = prompt_len if goes_on else None
-        inputs = attention_inputs(*tensors, sinks=sinks, **geometry)
-        # the split of the step has decided about lengths
-        plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
-        if plans is not None:
-            plan = plan.without_tensors().with_replay()
-            plans[kind] = plan
-    else:
-        # of one chunk and one kind of layer: as planned
-        inputs = plan.inputs.with_fields(query=tensors[0], key=tensors[1], value=tensors[2], sinks=sinks)
-    attended = plan.attend(inputs, statistics, with_counts=with_counts)
-    return attended._replace(out=attended.out[0].transpose(0, 1))
-
-
-def concat_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
-    """Concatenates a request's cached keys or values with its chunk's; (num_kv_heads, tokens, head_dim), contiguous.
-
-    `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
-    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
-    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins after them.
-    """
-    cached_len = skipped if cached is None else skipped + cached.shape[1]
-    out = chunk.new_empty((chunk.shape[1], cached_len + chunk.shape[0], chunk.shape[2]))
-    out[:, cached_len:] = chunk.transpose(0, 1)
-    out[:, :skipped] = 0
-    if cached is not None:
-        earlier = out[:, skipped:cached_len]
-        earlier.copy_(cached)
-        if scale is not None:
-            # with dimensions, in which a float32 scale is not rounded to the dtype of the rows
-            earlier.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
-    return out

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.options import RequestOptions
-from flexmask.plans import Plan
 
 
-@dataclass(frozen=True)
-class SparseRequest:
-    batch_index: int  # in the block table too
-    start: int  # rows of the packed batch
-    stop: int
-    seq_len: int  # tokens so far, including this chunk
-    prompt_len: int | None = None  # tokens of its prompt; None: no more
-    gamma: float | None = None  # the request's; None: the server's
-    # of its attention, by kind of layer (`attend_chunk`)
-    plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
+class StepRequests(NamedTuple):
+    """The requests of a step, in the order of its rows."""
 
-    @property
-    def cached_len(self) -> int:
-        """Tokens before the chunk."""
-        return self.seq_len - (self.stop - self.start)
+    starts: Sequence[int]  # first rows, and the end of the last
+    seq_lens: Sequence[int] | None  # tokens including this step's; None: all rows run stock
+    # False: the request decodes, or verifies guessed tokens; None: more than one row means a prefill
+    is_prefilling: Sequence[bool] | None = None
+    # of the first requests: padding has none
+    options: Sequence[RequestOptions | None] = ()
+    prompt_lens: Sequence[int] = ()  # tokens
 
 
 class StockSpan(NamedTuple):
@@ -46,27 +40,19 @@ class StepSplit(NamedTuple):
     dense_tokens: int  # of prefills; decoding rows count as neither
 
 
-def split_step(
-    query_start_loc: Sequence[int], seq_lens: Sequence[int] | None, policy: DensePolicy,
-    is_prefilling: Sequence[bool] | None = None, requested: Sequence[RequestOptions | None] = (),
-    prompt_lens: Sequence[int] = (),
-) -> StepSplit:  # fmt: skip
-    """Split one step from the requests' first rows, the end of the last, and tokens including this step's.
-
-    Without `seq_lens` all rows run stock. `is_prefilling` is False for requests that decode or verify guessed tokens; None: more
-    than one row means a prefill. `requested` are the options of the first requests and `prompt_lens` the tokens of their prompts;
-    padding has none.
-    """
-    seq_lens = [0] * (len(query_start_loc) - 1) if seq_lens is None else seq_lens
+def split_step(requests: StepRequests, policy: DensePolicy) -> StepSplit:
+    """Split a step: long chunks of prompts run sparse, unless their requests chose dense attention."""
+    starts, prompt_lens = requests.starts, requests.prompt_lens
+    seq_lens = [0] * (len(starts) - 1) if requests.seq_lens is None else requests.seq_lens
     sparse: list[SparseRequest] = []
     stock: list[StockSpan] = []
     sparse_tokens = dense_tokens = 0
-    for index, (start, stop, seq_len) in enumerate(zip(query_start_loc, query_start_loc[1:], seq_lens, strict=False)):
+    for index, (start, stop, seq_len) in enumerate(zip(starts, starts[1:], seq_lens, strict=False)):
         rows = stop - start
         if rows <= 0:
             continue
-        prefills = rows > 1 if is_prefilling is None else is_prefilling[index]
-        options = (requested[index] if index < len(requested) else None) or RequestOptions()
+        prefills = rows > 1 if requests.is_prefilling is None else requests.is_prefilling[index]
+        options = (requests.options[index] if index < len(requests.options) else None) or RequestOptions()
         if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
             prompt_len = int(prompt_lens[index]) if index < len(prompt_lens) else None
             sparse.append(SparseRequest(index, start, stop, seq_len, prompt_len, options.gamma))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.chunk import attend_chunk
 from flexmask.integrations.serving.counters import IN_SOME_STEPS
-from flexmask.integrations.serving.layers import Role, SparseLayer, Stock, attend_chunk
+from flexmask.integrations.serving.layers import Role, SparseLayer, Stock
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.warming import LENGTHS, MANY_BLOCKS
 
@@ -95,7 +96,7 @@ def call_of_size(
         for width in (layer.head_dim, layer.v_head_dim)
     )
     sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
-    return attend_chunk(layer, query, key, value, sinks, statistics).out
+    return attend_chunk(layer, query, key, value, sinks, statistics=statistics).out
 
 
 def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.chunk import concat_cached
 from flexmask.integrations.serving.engine import StockBase
-from flexmask.integrations.serving.layers import SparseLayer, concat_cached
+from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.integrations.serving.versions import check_interfaces, refuse_older
 from flexmask.integrations.sglang.engine import SGLangEngine, follow_requests, refuse_model, refuse_server
 from flexmask.integrations.sglang.options import serving_options, stock_kernel

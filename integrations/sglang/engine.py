@@ -13,7 +13,7 @@ import torch
 from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import LayerShape, Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options
-from flexmask.integrations.serving.split import StepSplit
+from flexmask.integrations.serving.split import StepRequests, StepSplit
 from flexmask.integrations.serving.startup import bytes_of
 from flexmask.integrations.sglang.registration import NAME
 from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
@@ -130,7 +130,8 @@ class SGLangEngine(Engine):
         names, tokens = forward_batch.rids or (), [*map(add, rows, cached)]
         requested = [self.requested.get(name) for name in names]
         prompt_lens = [max(self.prompt_lens.get(name, 0), so_far) for name, so_far in zip(names, tokens, strict=False)]
-        split = self.split([0, *accumulate(rows)], tokens, reason, requested=requested, prompt_lens=prompt_lens)
+        requests = StepRequests([0, *accumulate(rows)], tokens, options=requested, prompt_lens=prompt_lens)
+        split = self.split(requests, reason)
         self.counted = None if is_dummy else split
         if not split.sparse:
             return None

@@ -98,9 +98,8 @@ def measure_latent_layers() -> None:
     def forward_impl(
         stock: Any, layer: Any, q: Any, k_c_normed: Any, k_pe: Any, kv_cache: Any, attn_metadata: Any, *rest: Any, **options: Any
     ) -> Any:
-        engine = getattr(layer.impl, "flexmask_engine", None)
-        if attn_metadata is None and engine is not None:
-            engine.prepare(q.device, in_profile=True)
+        if attn_metadata is None and hasattr(layer.impl, "flexmask"):
+            layer.impl.flexmask.engine.prepare(q.device, in_profile=True)
         return stock(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, *rest, **options)
 
     wrap_once(MLAAttention, "forward_impl", forward_impl)

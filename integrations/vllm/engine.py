@@ -113,7 +113,7 @@ class VLLMEngine(Engine):
             if self._prepared:
                 return
             self._prepared = True
-            layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask_assign_role")}
+            layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask")}
             for name, layer in layers.items():
                 self._assign_layer_role(name, layer)
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
@@ -151,7 +151,7 @@ class VLLMEngine(Engine):
         # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
             self.roles[name] = Stock("its backend shows layers other requests")
-        layer.impl.flexmask_assign_role(name)
+        layer.impl.flexmask.assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:
         """More rows than a backend of latent attention decodes. vLLM raises it for guesses, but no builder exists yet."""

@@ -11,8 +11,9 @@ from vllm.compilation import backends
 from vllm.config import get_current_vllm_config
 
 from flexmask._torch import HAS_TRITON
+from flexmask.integrations.serving.chunk import concat_cached
 from flexmask.integrations.serving.engine import StockBase
-from flexmask.integrations.serving.layers import Role, SparseLayer, concat_cached
+from flexmask.integrations.serving.layers import Role, SparseLayer
 from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import ARGUMENTS, DRAFT, LATENT_ARGUMENTS, engine_of
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8, kernel_serves
@@ -21,38 +22,46 @@ if HAS_TRITON:
     from flexmask.integrations.vllm import pages_kernel
 
 
-class RoleMixin(StockBase):  # type: ignore[misc]
-    """Mixin that gets its layer's role from the engine."""
+class PluginLayer:
+    """What the plug-in has of one layer: the attribute ``flexmask`` of its implementation."""
 
-    flexmask_kernel = ""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, given: dict[str, Any]) -> None:
         config = get_current_vllm_config()
-        self.flexmask_engine = engine_of(config)
+        self.engine = engine_of(config)
+        self.given = given  # the implementation's arguments
+        self.cache: str = given.get("kv_cache_dtype") or "auto"
         # vLLM tags the model it loads; a draft's layers may have the target's configuration
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
-        self._model = DRAFT if is_draft else config.model_config.model
-        self._role: Role | None = None
-        self._given = given_arguments(super().__init__, *arguments, **options)
+        self.model: str = DRAFT if is_draft else config.model_config.model
+        self.role: Role | None = None
 
-    def flexmask_assign_role(self, name: str) -> None:
-        """Note the role of the layer of this name."""
-        if self._role is None:
-            self._role = self.flexmask_engine.assign_role(name, self._model, self._given)
+    def assign_role(self, name: str) -> None:
+        """Note the role of the layer, whose name vLLM tells later."""
+        if self.role is None:
+            self.role = self.engine.assign_role(name, self.model, self.given)
 
-    def flexmask_sparse_step(self, attn_metadata: Any) -> tuple[SparseLayer, Step] | None:
-        """The role of a layer and the split step, if the layer runs it sparse; counts the step's tokens."""
+    def sparse_step(self, attn_metadata: Any, scale: float) -> tuple[SparseLayer, Step] | None:
+        """The role of the layer and the split step, if the layer runs it sparse; counts the step's tokens."""
         step: Step | None = getattr(attn_metadata, "flexmask_step", None)
-        role, scale = self._role, float(self.scale)
+        role = self.role
         if step is None or not isinstance(role, SparseLayer):
             return None
         fits = scale == role.scale
         if not fits:
             # vLLM's Transformers backend sets it at every forward; kernels are compiled for that of construction
-            self.flexmask_engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
-        self.flexmask_engine.count_step(role, step.split, fits)
-        return (role, step) if fits and step.split.sparse else None
+            self.engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
+        self.engine.count_step(role, step.split, fits)
+        return (role, step) if fits and step.sparse else None
+
+
+class PluginMixin(StockBase):  # type: ignore[misc]
+    """Mixin before a stock implementation."""
+
+    flexmask_kernel = ""  # vLLM's name of the stock backend
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.flexmask = PluginLayer(given_arguments(super().__init__, *arguments, **options))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: sparse rows are written unquantized."""
@@ -74,7 +83,7 @@ def _same(value: Any, default: Any) -> bool:
     return value is default or (not isinstance(value, Tensor) and bool(value == default))
 
 
-class SparsePrefillImpl(RoleMixin):
+class SparsePrefillImpl(PluginMixin):
     """Mixin before a stock implementation that splits a step's rows."""
 
     def forward(
@@ -83,41 +92,42 @@ class SparsePrefillImpl(RoleMixin):
     ) -> Tensor:  # fmt: skip
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
-            self.flexmask_engine.prepare(query.device, in_profile=True)
+            self.flexmask.engine.prepare(query.device, in_profile=True)
         else:
-            self.flexmask_assign_role(layer.layer_name)
-        sparse = self.flexmask_sparse_step(attn_metadata)
-        if sparse is None:
+            self.flexmask.assign_role(layer.layer_name)
+        found = self.flexmask.sparse_step(attn_metadata, float(self.scale))
+        if found is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        role, step = sparse
-        for span, metadata in zip(step.split.stock, step.stock, strict=True):
-            rows = slice(span.start, span.stop)
+        role, step = found
+        for rows, metadata in step.stock:
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
-        cache = self._given.get("kv_cache_dtype") or "auto"
         sinks = getattr(self, "sinks", None)
         # a parameter is not an inference tensor, and kernels are compiled for one kind
         sinks = None if sinks is None else sinks.clone()
-        for request, page_table in zip(step.split.sparse, step.page_tables, strict=True):
-            rows = slice(request.start, request.stop)
+        for rows, request, page_table in step.sparse:
             queries = query[rows]
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.num_heads // role.num_kv_heads, 0)
-                queries = in_fp8(queries, cache).to(output.dtype).mul_(by_head)
-            # vLLM frees pages before the window of the first row
-            skipped = 0 if role.window is None else max(0, request.cached_len - role.window + 1)
-            tokens = None if page_table is None else page_table.since(skipped)
+                queries = in_fp8(queries, self.flexmask.cache).to(output.dtype).mul_(by_head)
+            if page_table is not None and role.window is not None:
+                # vLLM frees pages before the window of the first row
+                page_table = page_table.since(max(0, request.cached_len - role.window + 1))
             # not named here: a request's keys and values are gone before the next one's are made
-            output[rows] = self.flexmask_engine.attend(
-                role, request, queries, *self._keys_and_values(layer, kv_cache, tokens, (key[rows], value[rows]), skipped), sinks
+            output[rows] = self.flexmask.engine.attend(
+                role,
+                request,
+                queries,
+                *self.flexmask_keys_and_values(layer, kv_cache, page_table, (key[rows], value[rows])),
+                sinks,
             )
         return output
 
-    def _keys_and_values(
-        self, layer: Any, kv_cache: Tensor, page_table: PageTable | None, chunk: tuple[Tensor, Tensor], skipped: int
+    def flexmask_keys_and_values(
+        self, layer: Any, kv_cache: Tensor, page_table: PageTable | None, chunk: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request's tokens, but for the `skipped` first; gathered rows are freed before it returns."""
-        cache = self._given.get("kv_cache_dtype") or "auto"
+        """Keys and values of a request's tokens, zero before the table's first; gathered rows are freed before it returns."""
+        cache = self.flexmask.cache
         # a reader of another cache overrides `flexmask_gather`
         is_plain = cache not in FP8_CACHES and type(self).flexmask_gather is SparsePrefillImpl.flexmask_gather
         if page_table is not None and is_plain and kernel_serves(kv_cache, chunk):
@@ -127,15 +137,16 @@ class SparsePrefillImpl(RoleMixin):
         if page_table is not None:
             keys, values = self.flexmask_gather(layer, kv_cache, page_table)
             cached = in_fp8(keys, cache), in_fp8(values, cache)
+        skipped = 0 if page_table is None else page_table.first
         made = [concat_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True)]
         return made[0], made[1]
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
         """Keys and values of these tokens from the cache, (num_kv_heads, tokens, head_dim) each."""
-        return gathered(kv_cache, page_table, self._given["head_size"])
+        return gathered(kv_cache, page_table, self.flexmask.given["head_size"])
 
 
-class SparseLatentImpl(RoleMixin):
+class SparseLatentImpl(PluginMixin):
     """Mixin before a stock implementation of multi-head latent attention (DeepSeek), whose prefills are plain attention."""
 
     def forward_mha(
@@ -143,24 +154,23 @@ class SparseLatentImpl(RoleMixin):
         output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The prefills of one step, whose rows follow those of decoding."""
-        sparse = self.flexmask_sparse_step(attn_metadata)
-        if sparse is None:
+        found = self.flexmask.sparse_step(attn_metadata, float(self.scale))
+        if found is None:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
-        role, step = sparse
-        decoding = attn_metadata.num_decode_tokens
-        for span, metadata in zip(step.split.stock, step.stock, strict=True):
-            rows = slice(span.start - decoding, span.stop - decoding)
+        role, step = found
+        for rows, metadata in step.stock:
             part = (q[rows], kv_c_normed[rows], k_pe[rows])
             super().forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
-        for request, page_table in zip(step.split.sparse, step.page_tables, strict=True):
-            rows = slice(request.start - decoding, request.stop - decoding)
+        for rows, request, page_table in step.sparse:
             # not named here: a request's keys and values are gone before the next one's are made
-            output[rows] = self.flexmask_engine.attend(
-                role, request, q[rows], *self._expanded(kv_c_and_k_pe_cache, page_table, kv_c_normed[rows], k_pe[rows])
+            output[rows] = self.flexmask.engine.attend(
+                role, request, q[rows], *self.flexmask_expanded(kv_c_and_k_pe_cache, page_table, kv_c_normed[rows], k_pe[rows])
             ).flatten(1)
 
-    def _expanded(self, kv_cache: Tensor, page_table: PageTable | None, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    def flexmask_expanded(
+        self, kv_cache: Tensor, page_table: PageTable | None, latent: Tensor, rotated: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of every head, of a request's cached tokens and its chunk's latent rows."""
         if page_table is not None:
             page, offset = page_table.pages_and_offsets(kv_cache.shape[1])

@@ -11,7 +11,8 @@ pytest.importorskip("triton")
 
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
-from flexmask.integrations.serving.layers import LayerShape, attend_chunk, role_of_shape
+from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk
+from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.kernels import launch, replay
 from flexmask.prepared_selection import prepare_selection, with_replay
 from flexmask.select import select_blocks
@@ -203,7 +204,7 @@ def test_layers_of_a_chunk_replay_the_launches_of_the_second(monkeypatch):
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
     options = {**HYBRID, "block_size": 32, "min_budget": 32}
     layer = role_of_shape(shape, 0, PrefillSettings(**options))
-    plans, ran = {}, []
+    request, ran = SparseRequest(0, 0, 70, 165), []
     right = replay._replay
     monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1) or right(*given))
     kept, generator = [], torch.Generator().manual_seed(1)
@@ -213,7 +214,7 @@ def test_layers_of_a_chunk_replay_the_launches_of_the_second(monkeypatch):
         with torch.inference_mode():
             alone = attend_chunk(layer, *given, with_counts=True)
             with by_kernels():
-                ours = attend_chunk(layer, *given, plans=plans, with_counts=True)
+                ours = attend_chunk(layer, *given, request=request, with_counts=True)
         assert torch.equal(ours.out, alone.out) and all(map(torch.equal, ours.counts, alone.counts))
         assert len(ran) == max(0, number - 1)
         kept.append(int(sum(map(torch.sum, ours.counts))))

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,10 @@ class Asked:
         return [*told, *self.generate([prompt(300)])]
 
 
-def split_one_token_off(starts: Sequence[int], lengths: Sequence[int], *rest: Any) -> Any:
+def split_one_token_off(requests: Any, policy: Any) -> Any:
     """A fault to plant: a later chunk misses the last cached token."""
     from flexmask.integrations.serving.split import split_step
 
-    chunks = zip(starts, starts[1:], lengths, strict=False)
-    return split_step(starts, [tokens - (tokens > stop - start) for start, stop, tokens in chunks], *rest)
+    chunks = zip(requests.starts, requests.starts[1:], requests.seq_lens, strict=False)
+    off = [tokens - (tokens > stop - start) for start, stop, tokens in chunks]
+    return split_step(requests._replace(seq_lens=off), policy)

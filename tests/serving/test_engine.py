@@ -6,9 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
+from flexmask.integrations.serving.chunk import concat_cached
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, concat_cached, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
+from flexmask.integrations.serving.split import StepRequests
 from flexmask.settings import PrefillSettings
 from tests.expected import rows_attention
 
@@ -33,7 +35,7 @@ class Plain(Engine):
         ]
         self.cache |= {name: both for (name, *_), both in zip(chunks, after, strict=True)}
         starts = [0, *accumulate(len(each[1]) for each in chunks)]
-        split = self.split(starts, [len(key) for key, _ in after], requested=requested)
+        split = self.split(StepRequests(starts, [len(key) for key, _ in after], options=requested))
         outputs = [rows_attention(each[1], *both, SHAPE.scale) for each, both in zip(chunks, after, strict=True)]
         role = self.roles[0]
         self.count_step(role, split, is_sparse=True)
@@ -89,14 +91,14 @@ def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
     ours.counters.warn_once("nobody listens yet")
     ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
     for reason in ("a step is odd", "it is even", "a step is odd"):
-        split = ours.split([0, 300], [300], reason)
+        split = ours.split(StepRequests([0, 300], [300]), reason)
         assert (split.sparse, split.dense_tokens) == ((), 300)
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("a step is odd", "it is even")]
 
 
 def test_the_first_sparse_layer_counts_for_all():
     ours = Plain(num_layers=3, dense_below=0, dense_layers=[0])
-    split = ours.split([0, 300], [300])
+    split = ours.split(StepRequests([0, 300], [300]))
     for role in ours.sparse_layers:
         ours.count_step(role, split, is_sparse=True)
     assert (ours.counters.steps, ours.counters.sparse_tokens) == (1, 300)

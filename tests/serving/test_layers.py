@@ -7,9 +7,10 @@ import torch
 from torch._dynamo.utils import counters as dynamo_counters
 
 from flexmask import sparse_attention
-from flexmask.integrations.serving import layers as layers_module
+from flexmask.integrations.serving import chunk as chunk_module
+from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk, concat_cached
 from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, attend_chunk, concat_cached, role_of_shape
+from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
 
@@ -54,7 +55,8 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
 @pytest.mark.usefixtures("without_kernel")
 def test_a_chunk_selects_by_the_length_of_its_prompt():
     layer, given = layer_of(**OPTIONS), chunk(150)
-    found = [attend_chunk(layer, *given, statistics=("density",), prompt_len=tokens).stats for tokens in (None, 420, 4200)]
+    requests = [SparseRequest(0, 0, 150, 420, tokens) for tokens in (None, 420, 4200)]
+    found = [attend_chunk(layer, *given, request=each, statistics=("density",)).stats for each in requests]
     expected = by_the_core(*given, dense_below=0, prompt_len=4200, **OPTIONS)[1]
     assert torch.equal(found[2].density, expected.density)
     assert torch.equal(found[0].density, found[1].density) and (found[1].density < expected.density).all()
@@ -64,15 +66,15 @@ def test_a_chunk_selects_by_the_length_of_its_prompt():
 @pytest.mark.usefixtures("without_kernel")
 def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
     layers = [layer_of(**OPTIONS), layer_of(**OPTIONS), layer_of(**{**OPTIONS, "gamma": 0.5})]
-    made, plans = [], {}
-    plan_call = layers_module.plan_call
-    monkeypatch.setattr(layers_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))
+    made, request = [], SparseRequest(0, 0, 150, 420)
+    plan_call = chunk_module.plan_call
+    monkeypatch.setattr(chunk_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))
     for layer in [*layers, *(layer.with_gamma(0.5) for layer in layers)]:
         given = chunk(150)
-        shared = attend_chunk(layer, *given, statistics=("density",), plans=plans).stats
+        shared = attend_chunk(layer, *given, request=request, statistics=("density",)).stats
         assert torch.equal(shared.density, attend_chunk(layer, *given, statistics=("density",)).stats.density)
     assert layers[0].with_gamma(0.5) is layers[0].with_gamma(0.5)  # its kind is computed once
-    assert len(plans) == 2
+    assert len(request.plans) == 2
     assert len(made) == 2 + 6  # those shared, and one for each call without
 
 

@@ -8,27 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexmask.dense_policy import DensePolicy
+from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import LEAST_ROWS, RequestOptions, read_options
-from flexmask.integrations.serving.split import SparseRequest, StockSpan, split_step
+from flexmask.integrations.serving.split import StepRequests, StockSpan, split_step
 from flexmask.integrations.serving.startup import roles_line
 
 
 def test_sparse_requests_have_their_prompt_s_length():
     lengths = np.array([900, 300, 5], dtype=np.int32)
-    split = split_step([0, 300, 600, 900], [600, 300, 300], DensePolicy(256, 64), None, (), lengths)
+    requests = StepRequests([0, 300, 600, 900], [600, 300, 300], prompt_lens=lengths)
+    split = split_step(requests, DensePolicy(256, 64))
     assert [each.prompt_len for each in split.sparse] == [900, 300, 5] and type(split.sparse[0].prompt_len) is int
     # padding has none
-    assert [each.prompt_len for each in split_step([0, 300, 600], [600, 300], DensePolicy(256, 64), None, (), [7]).sparse] == [
-        7,
-        None,
-    ]
+    padded = split_step(StepRequests([0, 300, 600], [600, 300], prompt_lens=[7]), DensePolicy(256, 64))
+    assert [each.prompt_len for each in padded.sparse] == [7, None]
 
 
 def test_a_request_s_own_gamma_and_dense_attention_decide_the_split():
     chosen = [None, RequestOptions(gamma=0.5), RequestOptions(dense=True)]
     # the last two decode
-    split = split_step([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], DensePolicy(256, 64), None, chosen)
+    requests = StepRequests([*range(0, 1201, 300), 1201, 1202], [300] * 4 + [900, 31], options=chosen)
+    split = split_step(requests, DensePolicy(256, 64))
     assert [(each.batch_index, each.gamma) for each in split.sparse] == [(0, None), (1, 0.5), (3, None)]
     assert split.stock == (StockSpan(2, 3, 600, 900), StockSpan(4, 6, 1200, 1202))
     assert (split.sparse_tokens, split.dense_tokens) == (900, 300)
@@ -37,10 +38,11 @@ def test_a_request_s_own_gamma_and_dense_attention_decide_the_split():
 @pytest.mark.parametrize("seq_lens", [None, [0, 0], [99, 0]])
 def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
     """At dense_below=0 too; a sparse request would have a negative number of cached tokens."""
-    split = split_step([0, 100, 164], seq_lens, DensePolicy(0, 16))
+    split = split_step(StepRequests([0, 100, 164], seq_lens), DensePolicy(0, 16))
     assert (split.sparse, split.stock, split.dense_tokens) == ((), (StockSpan(0, 2, 0, 164),), 164)
     # first chunks
-    assert [each.cached_len for each in split_step([0, 100, 164], [100, 64], DensePolicy(0, 16)).sparse] == [0, 0]
+    known = split_step(StepRequests([0, 100, 164], [100, 64]), DensePolicy(0, 16))
+    assert [each.cached_len for each in known.sparse] == [0, 0]
 
 
 @pytest.mark.parametrize(("given", "least_rows"), [({}, LEAST_ROWS), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)])
@@ -59,7 +61,7 @@ def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, le
 def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     rows, context, prefilling = zip(*requests, strict=True)
     starts, lengths = [0, *accumulate(rows)], list(map(sum, zip(rows, context, strict=True)))
-    split = split_step(starts, lengths, DensePolicy(dense_below, least_rows), prefilling)
+    split = split_step(StepRequests(starts, lengths, prefilling), DensePolicy(dense_below, least_rows))
     runs = zip(starts, starts[1:], lengths, prefilling, strict=False)
     expected = [
         SparseRequest(index, start, stop, length)

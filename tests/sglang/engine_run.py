@@ -79,7 +79,7 @@ def plant(fault: str) -> None:
     if fault == "slots":
         backend.gathered = lambda buffer, slots: gathered(buffer, torch.cat([slots[:1], slots[:-1]]))
     else:
-        shared.attend_chunk = lambda role, query, *rest: attend_chunk(role, query.roll(1, 0), *rest)
+        shared.attend_chunk = lambda role, query, *rest, **options: attend_chunk(role, query.roll(1, 0), *rest, **options)
 
 
 # SGLang's processes import this module, under another name

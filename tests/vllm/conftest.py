@@ -58,7 +58,7 @@ def parts(config, engine):
     from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, StockBuilder, StockImpl
 
     impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS, lookback=-1, indexer=None)
-    impl.flexmask_assign_role(LAYER.layer_name)
+    impl.flexmask.assign_role(LAYER.layer_name)
     builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
     builder_class.flexmask_own = builder_class
     return builder_class(None, [LAYER.layer_name], config, torch.device("cpu")), impl

@@ -93,7 +93,7 @@ def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
     measure_latent_layers()
     query = torch.zeros(1)
     engine = SimpleNamespace(prepare=lambda *device, in_profile: prepared.append((*device, in_profile)))
-    for impl in (SimpleNamespace(flexmask_engine=engine), SimpleNamespace()):
+    for impl in (SimpleNamespace(flexmask=SimpleNamespace(engine=engine)), SimpleNamespace()):
         for metadata in (None, "a step"):
             MLAAttention.forward_impl(SimpleNamespace(impl=impl), query, 1, 2, 3, metadata, output=4)
     assert prepared == [(query.device, True)]

@@ -58,10 +58,10 @@ def test_a_step_of_short_rows_is_counted_without_a_list_of_requests(is_prefillin
     common, _ = step_of([(1, 40), (5, 60), (7, 33), (1, 9), (0, 0)])
     if is_prefilling is not None:
         common = common.replace(is_prefilling=torch.tensor(is_prefilling))
-    builder._policy = builder._policy._replace(least_rows=7)
+    builder.flexmask.policy = builder.flexmask.policy._replace(least_rows=7)
     by_request = builder.build(0, common).flexmask_step.split
     assert by_request.sparse
-    builder._policy = builder._policy._replace(least_rows=8)
+    builder.flexmask.policy = builder.flexmask.policy._replace(least_rows=8)
     monkeypatch.setattr(engine, "split", None)
     split = builder.build(0, common).flexmask_step.split
     assert split.sparse == () and split.dense_tokens == by_request.sparse_tokens + by_request.dense_tokens

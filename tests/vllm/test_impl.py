@@ -132,7 +132,7 @@ def test_the_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkey
         return torch.zeros_like(query)
 
     monkeypatch.setattr(impl, "flexmask_gather", watched)
-    monkeypatch.setattr(impl.flexmask_engine, "attend", attended)
+    monkeypatch.setattr(impl.flexmask.engine, "attend", attended)
     with torch.inference_mode():
         impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
     assert alive == [0] * 4
@@ -153,7 +153,7 @@ def test_the_kernel_s_keys_of_one_request_are_gone_before_those_of_the_next(part
         return DEFAULT
 
     read.side_effect = watched
-    monkeypatch.setattr(impl.flexmask_engine, "attend", attended)
+    monkeypatch.setattr(impl.flexmask.engine, "attend", attended)
     with torch.inference_mode():
         impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
     assert alive == [0] * 2 and len(made) == 4

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from flexmask.integrations.serving.layers import concat_cached
+from flexmask.integrations.serving.chunk import concat_cached
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable, gathered, kernel_serves
 

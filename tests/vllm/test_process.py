@@ -90,7 +90,8 @@ def engine_with_layers(options, builders=None, is_latent=False):
     engine.calling_layers = lambda: (SimpleNamespace,)
     for number, builder in enumerate(builders or [builder_class()] * 3):
         name = f"model.layers.{number}.attn"
-        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask_assign_role=lambda name: engine.assign_role(name, "a", GIVEN))
+        ours = SimpleNamespace(assign_role=lambda name: engine.assign_role(name, "a", GIVEN))
+        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask=ours)
         backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
         config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
     config.compilation_config.static_forward_context["another"] = SimpleNamespace()

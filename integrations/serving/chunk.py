@@ -1,0 +1,83 @@
+"""One request's chunk in a step: its rows, its keys and values, and its attention, by a plan that layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from flexmask.attend import Attended
+from flexmask.base.inputs import attention_inputs
+from flexmask.integrations.serving.layers import SparseLayer
+from flexmask.plans import Plan, plan_call
+
+
+@dataclass(frozen=True)
+class SparseRequest:
+    """A request of a step whose chunk runs sparse."""
+
+    batch_index: int  # in the block table too
+    start: int  # rows of the packed batch
+    stop: int
+    seq_len: int  # tokens so far, including this chunk
+    prompt_len: int | None = None  # tokens of its prompt; None: no more
+    gamma: float | None = None  # the request's; None: the server's
+    # of its attention, by kind of layer (`attend_chunk`)
+    plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
+
+    @property
+    def cached_len(self) -> int:
+        """Tokens before the chunk."""
+        return self.seq_len - (self.stop - self.start)
+
+
+def attend_chunk(
+    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None,
+    request: SparseRequest | None = None, statistics: tuple[str, ...] = (), with_counts: bool = False,
+) -> Attended:  # fmt: skip
+    """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
+
+    `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
+    (num_heads,). Layers of one kind share the plan of a `request`; None: the chunk ends its prompt, and its plan is not kept.
+    The output is (rows, num_heads, v_head_dim).
+    """
+    # contiguous as in the warm-up: kernels are compiled for the memory layout
+    tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
+    kind = (layer.kind, query.dtype)
+    plan = None if request is None else request.plans.get(kind)
+    if plan is None:
+        prompt_len = None if request is None else request.prompt_len
+        # without effect up to these tokens: the plan is then the same as without it
+        goes_on = prompt_len is not None and prompt_len > key.shape[1]
+        geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
+        inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len if goes_on else None, **geometry)
+        # the split of the step has decided about lengths
+        plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
+        if request is not None:
+            plan = request.plans[kind] = plan.without_tensors().with_replay()
+    else:
+        # of one chunk and one kind of layer: as planned
+        inputs = plan.inputs.with_fields(query=tensors[0], key=tensors[1], value=tensors[2], sinks=sinks)
+    attended = plan.attend(inputs, statistics, with_counts=with_counts)
+    return attended._replace(out=attended.out[0].transpose(0, 1))
+
+
+def concat_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
+    """Concatenates a request's cached keys or values with its chunk's; (num_kv_heads, tokens, head_dim), contiguous.
+
+    `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
+    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
+    The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins after them.
+    """
+    cached_len = skipped if cached is None else skipped + cached.shape[1]
+    out = chunk.new_empty((chunk.shape[1], cached_len + chunk.shape[0], chunk.shape[2]))
+    out[:, cached_len:] = chunk.transpose(0, 1)
+    out[:, :skipped] = 0
+    if cached is not None:
+        earlier = out[:, skipped:cached_len]
+        earlier.copy_(cached)
+        if scale is not None:
+            # with dimensions, in which a float32 scale is not rounded to the dtype of the rows
+            earlier.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
+    return out
