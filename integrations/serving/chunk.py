@@ -27,6 +27,10 @@ class SparseRequest:
     plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
     @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
     def cached_len(self) -> int:
         """Tokens before the chunk."""
         return self.seq_len - (self.stop - self.start)

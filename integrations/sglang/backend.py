@@ -76,21 +76,20 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
     """Mixin before a stock backend's class."""
 
     def __init__(self, runner: Any, engine: SGLangEngine, stock: Any) -> None:
-        self.flexmask_engine, self.flexmask_stock = engine, stock
-        self.flexmask_step: Step | None = None
+        self.flexmask, self.flexmask_stock = engine, stock
         super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Split the step, and make the metadata of all rows for layers that run stock."""
         super().init_forward_metadata(forward_batch)
-        step = self.flexmask_engine.step(forward_batch)
+        self.flexmask.begin_step(forward_batch)
+        step = self.flexmask.step
         if step is not None and step.stock_batch is not None:
             self.flexmask_stock.init_forward_metadata(step.stock_batch)
-        self.flexmask_step = step
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
         """Metadata of a step inside a CUDA graph, which runs stock."""
-        self.flexmask_step = self.flexmask_engine.counted = None
+        self.flexmask.begin_step()
         super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
@@ -100,16 +99,17 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
 
         Without `save_kv_cache` another kernel has written the cache.
         """
-        engine, step, stock = self.flexmask_engine, self.flexmask_step, super().forward_extend
+        engine, step, stock = self.flexmask, self.flexmask.step, super().forward_extend
         role = engine.roles.get(layer)  # None: not the model's
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         reason = None if step is None else call_reason(step, k, v, forward_batch, options)
         if reason is not None:
             engine.counters.warn_once(reason)
+            step = None
         if engine.counted is not None:
-            engine.count_step(role, engine.counted, is_sparse=step is not None and reason is None)
-        if step is None or reason is not None:
+            engine.count_step(role, engine.counted, is_sparse=step is not None)
+        if step is None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
@@ -121,34 +121,33 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
             rows = step.stock_rows
             stock_out = self.flexmask_stock.forward_extend(q[rows], k[rows], v[rows], layer, step.stock_batch, save_kv_cache)
             by_head[rows] = stock_out.view(-1, *query.shape[1:])
-        pool, scales = engine.pool, engine.scales(layer)
-        for request, slots in zip(step.split.sparse, step.slots, strict=True):
-            rows_of_chunk = slice(request.start, request.stop)
-            chunk = (query[rows_of_chunk], key[rows_of_chunk], value[rows_of_chunk])
+        scales = engine.scales(layer)
+        for request, slots in step.sparse:
+            chunk = (key[request.rows], value[request.rows])
             if save_kv_cache:
                 # the pool divides by scales in place
-                written = (x if scales is None else x.clone() for x in chunk[1:])
-                pool.set_kv_buffer(layer, forward_batch.out_cache_loc[rows_of_chunk], *written, *(scales or ()))
+                written = (x if scales is None else x.clone() for x in chunk)
+                engine.pool.set_kv_buffer(layer, forward_batch.out_cache_loc[request.rows], *written, *(scales or ()))
             # not named here: a request's keys and values are gone before the next one's are made
-            by_head[rows_of_chunk] = engine.attend(
+            by_head[request.rows] = engine.attend(
                 role,
                 request,
-                chunk[0],
-                *self._keys_and_values(layer, slots, chunk[1:], scales),
+                query[request.rows],
+                *keys_and_values(engine.pool, layer.layer_id, slots, chunk, scales),
                 is_counted=engine.counted is not None,
             )
         by_head[step.rows :] = 0  # padding
         return out
 
-    def _keys_and_values(
-        self, layer: Any, slots: Tensor | None, chunk: tuple[Tensor, Tensor], scales: tuple[Any, Any] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of all of a request's tokens; gathered rows are freed before it returns."""
-        pool = self.flexmask_engine.pool
-        made = []
-        for read, own, scale in zip((pool.get_key_buffer, pool.get_value_buffer), chunk, scales or (None, None), strict=True):
-            made.append(concat_cached(None if slots is None else gathered(read(layer.layer_id), slots), own, scale))
-        return made[0], made[1]
+
+def keys_and_values(
+    pool: Any, layer_id: int, slots: Tensor | None, chunk: tuple[Tensor, Tensor], scales: tuple[Any, Any] | None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all of a request's tokens; gathered rows are freed before it returns."""
+    made = []
+    for read, own, scale in zip((pool.get_key_buffer, pool.get_value_buffer), chunk, scales or (None, None), strict=True):
+        made.append(concat_cached(None if slots is None else gathered(read(layer_id), slots), own, scale))
+    return made[0], made[1]
 
 
 def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:

@@ -87,7 +87,8 @@ class SGLangEngine(Engine):
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
         self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
         self.prompt_lens: dict[str, int] = {}  # tokens of the prompts of a batch, by the request's id
-        self.counted: StepSplit | None = None  # of a step that is counted: dummy ones, before the first request, are not
+        self.step: Step | None = None  # the present one; None: all of it runs stock
+        self.counted: StepSplit | None = None  # its split if it is counted: dummy ones, before the first request, are not
         # it makes the plan of a batch's slots, which stock kernels read
         self._translator = runner.kv_index_translator
         self._is_first = rank == 0
@@ -116,13 +117,16 @@ class SGLangEngine(Engine):
                     "--mem-fraction-static leaves; lower it, --chunked-prefill-size or --context-length"
                 ) from error
 
-    def step(self, forward_batch: Any) -> Step | None:
-        """Split one step; None: all of it runs stock."""
-        is_dummy, self.counted = forward_batch.rids is None, None
+    def begin_step(self, forward_batch: Any = None) -> None:
+        """Split one step; without a batch it is neither split nor counted."""
+        self.step = self.counted = None
+        if forward_batch is None:
+            return
+        is_dummy = forward_batch.rids is None
         if not is_dummy:
             self._held = None
         if forward_batch.forward_mode.name not in PROMPTS:
-            return None
+            return
         # without lengths one request, which runs stock
         lengths = lengths_of(forward_batch) or ([forward_batch.extend_num_tokens or 0], [0])
         rows, cached = lengths
@@ -133,12 +137,11 @@ class SGLangEngine(Engine):
         requests = StepRequests([0, *accumulate(rows)], tokens, options=requested, prompt_lens=prompt_lens)
         split = self.split(requests, reason)
         self.counted = None if is_dummy else split
-        if not split.sparse:
-            return None
-        step = step_of(forward_batch, split, lengths, self.req_to_token)
-        if step.stock_batch is not None:
-            self._translator.own_plan(step.stock_batch).bind(step.stock_batch, self._translator)
-        return step
+        if split.sparse:
+            self.step = step_of(forward_batch, split, lengths, self.req_to_token)
+            part = self.step.stock_batch
+            if part is not None:
+                self._translator.own_plan(part).bind(part, self._translator)
 
     def scales(self, layer: Any) -> tuple[Any, Any] | None:
         """Divisors of a layer's keys and values in the stock kernel's FP8 cache, tensors or floats; None: not divided."""

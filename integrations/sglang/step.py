@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.split import StepSplit
 
 PROMPTS = ("EXTEND", "MIXED")  # SGLang's names of steps whose long requests run sparse
@@ -33,7 +34,7 @@ class Step(NamedTuple):
     """A split step with at least one sparse request."""
 
     split: StepSplit
-    slots: tuple[Tensor | None, ...]  # of each sparse request's cached tokens, int64; None: it has none
+    sparse: tuple[tuple[SparseRequest, Tensor | None], ...]  # with its cached tokens' slots, int64; None: it has none
     stock_rows: slice | Tensor | None  # of the packed batch; None: all rows are sparse
     stock_batch: Any  # SGLang's batch of the requests of these rows
     lengths: Lengths  # of all requests
@@ -61,15 +62,15 @@ def step_reason(forward_batch: Any) -> str | None:
 def step_of(forward_batch: Any, split: StepSplit, lengths: Lengths, req_to_token: Tensor) -> Step:
     """The step of a split, for all layers: its tensors are made once."""
     indices = forward_batch.req_pool_indices
-    slots = tuple(slots_of(req_to_token, indices, x.batch_index, x.cached_len) for x in split.sparse)
+    sparse = tuple((x, slots_of(req_to_token, indices, x.batch_index, x.cached_len)) for x in split.sparse)
     if not split.stock:
-        return Step(split, slots, None, None, lengths)
+        return Step(split, sparse, None, None, lengths)
     requests = list(chain.from_iterable(range(span.first, span.last) for span in split.stock))
     if len(split.stock) == 1:
         rows: slice | Tensor = slice(split.stock[0].start, split.stock[0].stop)
     else:
         rows = torch.cat([torch.arange(span.start, span.stop, device=indices.device) for span in split.stock])
-    return Step(split, slots, rows, part_of(forward_batch, requests, rows), lengths)
+    return Step(split, sparse, rows, part_of(forward_batch, requests, rows), lengths)
 
 
 def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor | None:

@@ -100,9 +100,9 @@ def test_steps_in_cuda_graphs_and_of_decoding_run_stock(monkeypatch):
     monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", lambda *_: "stock")
     ours = Served(SPARSE)
     ours.step([(0, 0, 200)])
-    assert ours.backend.flexmask_step is not None
+    assert ours.engine.step is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
-    assert ours.backend.flexmask_step is ours.engine.counted is None
+    assert ours.engine.step is ours.engine.counted is None
     # nor is a split used for another kind of step
     ours.step([(0, 0, 200)])
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)

@@ -21,10 +21,10 @@ def served():
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode.name not in PROMPTS], ids=lambda mode: mode.name)
 def test_other_steps_have_no_split(mode, served):
-    served.engine.step(served.batch(CHUNKS, ForwardMode.MIXED))
+    served.engine.begin_step(served.batch(CHUNKS, ForwardMode.MIXED))
     assert served.engine.counted.sparse
-    served.engine.step(served.batch(CHUNKS, mode))
-    assert served.engine.counted is None
+    served.engine.begin_step(served.batch(CHUNKS, mode))
+    assert served.engine.step is served.engine.counted is None
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,8 @@ def test_other_steps_have_no_split(mode, served):
 )
 def test_steps_with_something_special_run_stock_and_count(name, value, dense_tokens, reason, served):
     batch = served.batch(CHUNKS, ForwardMode.MIXED, **{name: value})
-    assert served.engine.step(batch) is None
+    served.engine.begin_step(batch)
+    assert served.engine.step is None
     split = served.engine.counted
     assert (split.sparse, split.sparse_tokens, split.dense_tokens) == ((), 0, dense_tokens)
     assert step_reason(batch) == reason
@@ -44,7 +45,9 @@ def test_steps_with_something_special_run_stock_and_count(name, value, dense_tok
 
 def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
     batch = served.batch(CHUNKS, ForwardMode.MIXED, _attn_output=torch.empty(278))
-    before, step = dict(vars(batch)), served.engine.step(batch)
+    before = dict(vars(batch))
+    served.engine.begin_step(batch)
+    step = served.engine.step
     # a row of decoding is neither
     assert (served.engine.counted.sparse_tokens, served.engine.counted.dense_tokens) == (240, 37)
     assert torch.equal(step.stock_rows, torch.tensor([0, *range(201, 208), *range(248, 278)]))
@@ -60,12 +63,14 @@ def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
 def test_sparse_requests_have_the_length_of_their_prompt(served):
     # of request 3 200 tokens are there: it was retracted, and prefills tokens that it had generated
     served.engine.prompt_lens.update({"1": 900, "3": 150})
-    split = served.engine.step(served.batch(CHUNKS, ForwardMode.MIXED)).split
+    served.engine.begin_step(served.batch(CHUNKS, ForwardMode.MIXED))
+    split = served.engine.step.split
     assert [(each.batch_index, each.prompt_len) for each in split.sparse] == [(1, 900), (3, 200)]
 
 
 def test_one_run_of_stock_requests_is_a_view(served):
     batch = served.batch([(1, 0, 200), (2, 3, 7), (3, 0, 9)])
-    step = served.engine.step(batch)
+    served.engine.begin_step(batch)
+    step = served.engine.step
     assert step.stock_rows == slice(200, 216)
     assert step.stock_batch.out_cache_loc.data_ptr() == batch.out_cache_loc[200:].data_ptr()
