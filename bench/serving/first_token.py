@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from bench.prompts.models import SHAPES
 from bench.rows import append_row
 from bench.serving.load import throughput, under_load
-from bench.serving.vllm_engine import counted, generate, make_engine, prompts
+from bench.serving.prompts import add_model, prompts
+from bench.serving.vllm_engine import counted, generate, make_engine
 from bench.speed.clock import device_name
 from flexmask.json_settings import json_data
 
@@ -31,15 +31,11 @@ from flexmask.json_settings import json_data
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="folder of a model")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
-    parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
+    add_model(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stock", action="store_true", help="vLLM's FLASH_ATTN, without the plug-in")
     how.add_argument("--settings", type=json_data, default={}, help='JSON like \'{"method": "random_blocks", "density": 0.2}\'')
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[32768, 65536, 131072])
-    parser.add_argument("--texts", type=Path, help="with --model: prompts are the beginnings of these texts")
     parser.add_argument("--prompts", type=int, default=1, help="different prompts of a length, each with a row (1)")
     parser.add_argument(
         "--chunks", type=int, nargs="*", default=[], help="also prefill longer prompts in chunks of so many tokens"
@@ -80,12 +76,6 @@ def graphs() -> int:
 
 
 def measure(llm: Any, options: argparse.Namespace, prompt: list[int], chunk: int | None) -> dict[str, Any]:
-    """`measured`, in a turn."""
-    with turn(options.turns):
-        return measured(llm, options, prompt, chunk)
-
-
-def measured(llm: Any, options: argparse.Namespace, prompt: list[int], chunk: int | None) -> dict[str, Any]:
     """One prompt: its first request by itself, then the median of those after it."""
     asked, counters, before = [prompt], counted(llm, options), graphs()
     if chunk:
@@ -130,15 +120,14 @@ def rows(llm: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for chunk, tokens in itertools.product(options.chunks, options.prompt_tokens):
             yield under_load(llm, options, tokens, chunk)
         return
-    for tokens in options.prompt_tokens:
-        for number, prompt in enumerate(prompts(options, tokens, options.prompts)):
-            yield {**measure(llm, options, prompt, None), "prompt": number}
-        if options.at_once:
-            yield throughput(llm, options, tokens)
-    for chunk, tokens in itertools.product(options.chunks, options.prompt_tokens):
-        if tokens > chunk:
+    for chunk, tokens in itertools.product([None, *options.chunks], options.prompt_tokens):
+        if chunk is None or tokens > chunk:
             for number, prompt in enumerate(prompts(options, tokens, options.prompts)):
-                yield {**measure(llm, options, prompt, chunk), "prompt": number}
+                with turn(options.turns):
+                    row = measure(llm, options, prompt, chunk)
+                yield {**row, "prompt": number}
+        if chunk is None and options.at_once:
+            yield throughput(llm, options, tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

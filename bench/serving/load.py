@@ -9,7 +9,8 @@ import statistics
 import time
 from typing import Any
 
-from bench.serving.vllm_engine import counted, generate, prompts
+from bench.serving.prompts import prompts
+from bench.serving.vllm_engine import counted, generate
 
 
 def throughput(llm: Any, options: argparse.Namespace, tokens: int) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from bench.prompts.models import SHAPES
 from bench.rows import Sheet
-from bench.serving import vllm_engine
+from bench.serving.prompts import add_model, model_folder, prompts
 from bench.speed.clock import device_name
 from flexmask.json_settings import json_data
 
@@ -38,12 +37,8 @@ COLUMNS = (*IDENTITY, "seconds", "density", "rounds", "chunk", "settings", "torc
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="folder of a model")
-    which.add_argument("--shape", choices=sorted(SHAPES), help="this model's shape, with random weights")
-    parser.add_argument("--layers", type=int, help="with --shape: fewer layers than the model has")
+    add_model(parser)
     parser.add_argument("--prompt-tokens", type=int, default=32768)
-    parser.add_argument("--texts", type=Path, help="with --model: prompts are the beginnings of these texts")
     parser.add_argument("--settings", type=json_data, help="the plug-in's, JSON (hybrid with the density of real text)")
     parser.add_argument("--override", help='JSON over the model\'s config, like {"rope_parameters": ...}')
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
@@ -84,7 +79,7 @@ def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any
     os.environ["FLEXMASK_SGLANG"] = json.dumps({"dense_below": 0, "log_every": 5.0, **(settings or {})})
     import sglang
 
-    prompts, on_cpu = max(options.at_once, 1), options.device == "cpu"
+    number, on_cpu = max(options.at_once, 1), options.device == "cpu"
     return sglang.Engine(
         model_path=model,
         load_format="dummy" if options.shape else "auto",
@@ -98,8 +93,8 @@ def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any
         disable_radix_cache=True,
         disable_cuda_graph=on_cpu,
         context_length=options.prompt_tokens + options.new_tokens + 64,
-        max_total_tokens=prompts * (options.prompt_tokens + options.new_tokens + 64),
-        max_running_requests=max(prompts, 2),
+        max_total_tokens=number * (options.prompt_tokens + options.new_tokens + 64),
+        max_running_requests=max(number, 2),
         # of what is free: the pool has the size given above
         mem_fraction_static=0.5 if on_cpu else 0.9,
         random_seed=0,
@@ -108,10 +103,10 @@ def make_engine(options: argparse.Namespace, model: str, settings: dict[str, Any
     )
 
 
-def generate(engine: Any, prompts: list[list[int]], new_tokens: int) -> float:
+def generate(engine: Any, asked: list[list[int]], new_tokens: int) -> float:
     """Seconds until all prompts have their new tokens."""
     start = time.perf_counter()
-    engine.generate(input_ids=prompts, sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True})
+    engine.generate(input_ids=asked, sampling_params={"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True})
     return time.perf_counter() - start
 
 
@@ -138,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tokens = options.prompt_tokens
-    model = vllm_engine.shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers) if options.shape else options.model
+    model = model_folder(options)
     settings = {STOCK: None, HYBRID: settings_of(tokens) if options.settings is None else options.settings}
     logs = {attention: Path(tempfile.mkstemp(".log")[1]) for attention in settings}
     engines = {}
@@ -157,19 +152,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common |= {"sglang": sglang.__version__, "torch": torch.__version__}
     sheet = Sheet(options.csv, COLUMNS, IDENTITY)
     for number, new_tokens in [(1, 1), *([(options.at_once, options.new_tokens)] if options.at_once else [])]:
-        prompts = vllm_engine.prompts(options, tokens, number)
+        asked = prompts(options, tokens, number)
         rounds = [
-            {name: generate(engine, prompts, new_tokens) for name, engine in engines.items()} for _ in range(options.rounds + 1)
+            {name: generate(engine, asked, new_tokens) for name, engine in engines.items()} for _ in range(options.rounds + 1)
         ]
         for attention in engines:
-            seconds = statistics.median(each[attention] for each in rounds[1:])
-            row = {
-                "attention": attention,
-                "prompts": number,
-                "prompt_tokens": tokens,
-                "new_tokens": new_tokens,
-                "seconds": seconds,
-            }
+            row = {"attention": attention, "prompts": number, "prompt_tokens": tokens, "new_tokens": new_tokens}
+            row["seconds"] = statistics.median(each[attention] for each in rounds[1:])
             row |= {"settings": settings[attention] or {}, "density": density(logs[attention])}
             sheet.add(**common, **row)
             print({**common, **row}, flush=True)

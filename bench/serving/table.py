@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,21 @@ An earlier version of the plug-in gave the rows of vLLM 0.26 on H200s.
 """
 
 
-def over_stock(rows: Sequence[Row], value: str, key: Callable[[Row], Any], faster: Callable[[float, float], float]) -> list[str]:
-    """Speed-up of each row over the stock backend's of the same key."""
+def over_stock(rows: Sequence[Row], value: str, names: Sequence[str]) -> list[str]:
+    """Speed-up of each row over the stock backend's with the same `names`; a `value` in seconds is the smaller the better."""
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(map(row.get, names))
+
     stock = {key(row): row[value] for row in rows if row["method"] == "stock"}
-    gains = [None if row["method"] == "stock" or key(row) not in stock else faster(stock[key(row)], row[value]) for row in rows]
-    return ["-" if gain is None else f"{gain:.2f}x" for gain in gains]
+    gains = [row[value] / stock[key(row)] if row["method"] != "stock" and key(row) in stock else None for row in rows]
+    return ["-" if gain is None else f"{1 / gain if value == 'seconds' else gain:.2f}x" for gain in gains]
 
 
 def first_tokens(rows: Sequence[Row]) -> list[str]:
     """Time to first token by length, chunk and attention."""
     rows = sorted(rows, key=lambda row: (row["prompt_tokens"], row["chunk"] or 0, row["method"] != "stock", row["method"]))
-    gains = over_stock(rows, "seconds", lambda row: (row["prompt_tokens"], row["chunk"]), lambda stock, own: stock / own)
+    gains = over_stock(rows, "seconds", ("prompt_tokens", "chunk"))
     cells = []
     for row, gain in zip(rows, gains, strict=True):
         chunk = thousands(row["chunk"]) if row["chunk"] else "whole"
@@ -56,9 +60,7 @@ def first_tokens(rows: Sequence[Row]) -> list[str]:
 def throughput(rows: Sequence[Row]) -> list[str]:
     """Tokens a second with several prompts at a time."""
     rows = sorted(rows, key=lambda row: (row["prompt_tokens"], row["at_once"], row["method"] != "stock", row["method"]))
-    gains = over_stock(
-        rows, "tokens_per_second", lambda row: (row["prompt_tokens"], row["at_once"]), lambda stock, own: own / stock
-    )
+    gains = over_stock(rows, "tokens_per_second", ("prompt_tokens", "at_once"))
     cells = []
     for row, gain in zip(rows, gains, strict=True):
         asked = f"{row['at_once']} x {thousands(row['prompt_tokens'])}, {row['new_tokens']} more each"
@@ -85,12 +87,12 @@ def loads(rows: Sequence[Row]) -> list[str]:
 
 def sglang(rows: Sequence[Row]) -> list[str]:
     """SGLang's first tokens and throughput, stock and with the plug-in."""
-    names = ("device", "sglang", "model", "kernel", "prompts", "prompt_tokens", "new_tokens", "chunk")
-    stock = {(*map(row.get, names), row.get("run")): float(row["seconds"]) for row in rows if row["attention"] == "stock"}
+    names = ("device", "sglang", "model", "kernel", "prompts", "prompt_tokens", "new_tokens", "chunk", "run")
+    stock = {tuple(map(row.get, names)): float(row["seconds"]) for row in rows if row["attention"] == "stock"}
     cells = []
     for row in rows:
-        device, release, model, kernel, prompts, tokens, new, chunk = (row[name] for name in names)
-        key = (*map(row.get, names), row.get("run"))
+        key: tuple[Any, ...] = tuple(map(row.get, names))
+        device, release, model, kernel, prompts, tokens, new, chunk, _ = key
         size = f"{prompts} x {thousands(int(tokens))} in chunks of {thousands(int(chunk))}, {new} new"
         gain = "-" if row["attention"] == "stock" else f"{stock[key] / float(row['seconds']):.2f}x"
         density = f"{float(row['density']):.1%}" if row["density"] else "-"
@@ -116,16 +118,16 @@ def engine_rows(folder: Path) -> list[Row]:
     """Rows of `bench.serving.first_token`, the last of each key."""
     measured = [row for path in sorted(folder.glob("serving-*.jsonl")) for row in read_rows(path)]
     names = (*_ENGINE, "method", "prompt_tokens", "prompt", "chunk", "at_once", "rate")
-    return list({tuple(row.get(name) for name in names): row for row in measured}.values())
+    return list({tuple(map(row.get, names)): row for row in measured}.values())
 
 
 def report(folder: Path) -> str:
     """The file's text: tables of each engine and run."""
-    measured = engine_rows(folder)
+    engines: dict[tuple[Any, ...], list[Row]] = {}
+    for row in engine_rows(folder):
+        engines.setdefault(tuple(map(row.get, _ENGINE)), []).append(row)
     lines: list[str] = []
-    for engine in dict.fromkeys(tuple(row.get(name) for name in _ENGINE) for row in measured):
-        device, release, model, layers, gpus, run = engine
-        own = [row for row in measured if tuple(row.get(name) for name in _ENGINE) == engine]
+    for (device, release, model, layers, gpus, run), own in engines.items():
         of_layers = f", {layers} layers" if layers else ""
         lines += [f"## {model}{of_layers}, {gpus} x {device}, vLLM {release}{f': {run}' if run else ''}", ""]
         lines += first_tokens([row for row in own if "first_seconds" in row])

@@ -1,19 +1,15 @@
-"""A vLLM engine of the command line of `bench.serving.first_token`, its prompts, and what it counts."""
+"""A vLLM engine of the command line of `bench.serving.first_token`, and what it counts."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
-import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bench.fidelity.texts import read
-from bench.prompts.models import SHAPES, shape_config
+from bench.serving.prompts import model_folder
 from bench.speed import random_blocks as random_blocks  # registers its method
 
 # vLLM reads them when it is imported
@@ -28,14 +24,6 @@ ENVIRONMENT = {
 # for trying the program out
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CPU_PLUGIN = str(Path(__file__).parents[2] / "tests/vllm/cpu_plugin")
-
-
-def shape_folder(shape: str, folder: Path, layers: int | None) -> str:
-    """Write the config of a known shape, in its family's own form, for ``load_format="dummy"``."""
-    config = shape_config(shape, layers)
-    config.dtype = "bfloat16"
-    config.save_pretrained(folder)
-    return str(folder)
 
 
 def make_engine(options: argparse.Namespace, **others: Any) -> Any:
@@ -54,15 +42,8 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
             sys.path.insert(0, CPU_PLUGIN)
     from vllm import LLM
 
-    own = {"model": options.model}
-    if options.shape:
-        folder = shape_folder(options.shape, Path(tempfile.mkdtemp()), options.layers)
-        own = {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
-    backend = "FLASH_ATTN" if options.stock else "CUSTOM"
-    where = {} if on_cpu else {"attention_backend": backend, "gpu_memory_utilization": options.utilization}
-    given = {
-        **own,
-        **where,
+    given: dict[str, Any] = {
+        "model": model_folder(options),
         "dtype": options.dtype,
         "seed": 0,
         "enforce_eager": on_cpu,
@@ -75,22 +56,15 @@ def make_engine(options: argparse.Namespace, **others: Any) -> Any:
         "disable_log_stats": not options.at_once,
         "tensor_parallel_size": options.tensor_parallel,
         "additional_config": {} if options.stock else {"flexmask": options.settings},
-        **({"distributed_executor_backend": "uni"} if options.tensor_parallel == 1 else {}),
     }
+    if options.shape:
+        given |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    if not on_cpu:
+        backend = "FLASH_ATTN" if options.stock else "CUSTOM"
+        given |= {"attention_backend": backend, "gpu_memory_utilization": options.utilization}
+    if options.tensor_parallel == 1:
+        given["distributed_executor_backend"] = "uni"
     return LLM(**{**given, **others})
-
-
-def prompts(options: argparse.Namespace, tokens: int, number: int) -> list[list[int]]:
-    """Return `number` different prompts: beginnings of texts, or needles for a model and random tokens for a shape."""
-    if options.texts:
-        texts = itertools.cycle(read(options.texts, Path(options.model)).values())
-        return [ids[:tokens].tolist() for ids in itertools.islice(texts, number)]
-    if options.model:
-        from bench.retriever.task import make_prompt
-
-        return [make_prompt(tokens, 16, 1, seed).token_ids.tolist() for seed in range(number)]
-    vocabulary = SHAPES[options.shape]["vocab_size"]
-    return [random.Random(seed).choices(range(1000, vocabulary), k=tokens) for seed in range(number)]
 
 
 def generate(llm: Any, asked: list[list[int]], new_tokens: int) -> tuple[float, list[Any]]:
