@@ -56,15 +56,16 @@ class SparseLayer(LayerShape):
         """Everything that kernels are compiled for; options that are numbers on the device are not."""
         method, options = self.method, self.method.options
         numbers = {*method.by_head, *method.pairs, *(name for name in method.floats if options[name])}
-        fixed = tuple((name, value) for name, value in options.items() if name not in numbers)
-        shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, method.name, method.block_size, fixed)
+        return (*self._fixed, *((name, value) for name, value in options.items() if name not in numbers))
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
         """Layers of one kind share plans."""
-        shape = (getattr(self, field.name) for field in fields(LayerShape))
-        return (*shape, self.method.name, self.method.block_size, *self.method.options.items())
+        return (*self._fixed, *self.method.options.items())
+
+    @property
+    def _fixed(self) -> tuple[Any, ...]:
+        return (*(getattr(self, field.name) for field in fields(LayerShape)), self.method.name, self.method.block_size)
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
         """The layer with one gamma for all heads, which compiles nothing; None: as it is."""

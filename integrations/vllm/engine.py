@@ -14,12 +14,12 @@ import torch
 
 from flexmask._torch import HAS_TRITON
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, Role, SparseLayer, Stock, role_of_shape
+from flexmask.integrations.serving.layers import Role, SparseLayer, Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, decoded_options
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.versions import faults_in
+from flexmask.integrations.vllm.layers import layer_number, layer_reason, shape_of
 from flexmask.integrations.vllm.options import serving_options
-from flexmask.integrations.vllm.pages import FP8_CACHES
 from flexmask.integrations.vllm.registration import wrap_once
 
 if HAS_TRITON:
@@ -30,40 +30,33 @@ _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
 _WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # beginnings of the ids of the requests that vLLM makes before any
-# served arguments of an attention implementation
-ARGUMENTS = {
-    "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap",
-    "attn_type", "kv_sharing_target_layer_name", "sinks",
-}  # fmt: skip
-# and of multi-head latent attention
-LATENT_ARGUMENTS = {
-    *ARGUMENTS, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
-}  # fmt: skip
+
+
+def refuse_server(vllm_config: Any) -> None:
+    """Raise ValueError for a server that is not served at all, by name."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
+    unrun = {"--enable-sleep-mode": model.enable_sleep_mode, "--enable-dbo (or --ubatch-size)": parallel.use_ubatching}
+    for name, is_on in unrun.items():
+        if is_on:
+            raise ValueError(f"{name} must be off with flexmask, which was not run with it")
+    if getattr(model, "original_max_model_len", None) == -1:
+        raise ValueError("--max-model-len must be a number with flexmask, which reserves memory for such a prompt; got -1")
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        raise ValueError("VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in")
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false"):
+        raise ValueError("VLLM_USE_RUST_FRONTEND must be off with flexmask, whose requests it does not read")
 
 
 class VLLMEngine(Engine):
     """One engine in this process; TypeError or ValueError for wrong or unsupported options."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._vllm_config = vllm_config
-        model = vllm_config.model_config
-        parallel = vllm_config.parallel_config
-        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            size = getattr(parallel, name)
-            if size > 1:
-                raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
-        unrun = {"--enable-sleep-mode": model.enable_sleep_mode, "--enable-dbo (or --ubatch-size)": parallel.use_ubatching}
-        for name, is_on in unrun.items():
-            if is_on:
-                raise ValueError(f"{name} must be off with flexmask, which was not run with it")
-        if getattr(model, "original_max_model_len", None) == -1:
-            raise ValueError("--max-model-len must be a number with flexmask, which reserves memory for such a prompt; got -1")
-        if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-            raise ValueError(
-                "VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in"
-            )
-        if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false"):
-            raise ValueError("VLLM_USE_RUST_FRONTEND must be off with flexmask, whose requests it does not read")
+        refuse_server(vllm_config)
+        self._vllm_config, model = vllm_config, vllm_config.model_config
         super().__init__(serving_options(vllm_config.additional_config, model.hf_config), _log)
         self.options.settings.check_model(model.hf_text_config)
         self.dtype: torch.dtype = model.dtype
@@ -171,43 +164,6 @@ def _tensor_parallel_rank() -> tuple[int, int]:
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-
-
-def layer_number(name: str) -> int | None:
-    """3 for ``model.layers.3.self_attn.attn``; None unless the name holds one number."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return numbers[0] if len(numbers) == 1 else None
-
-
-def shape_of(given: Mapping[str, Any]) -> LayerShape:
-    """Of a layer on one rank, by the arguments of vLLM's implementation."""
-    num_heads, is_latent = given["num_heads"], "kv_lora_rank" in given
-    return LayerShape(
-        num_heads=num_heads,
-        num_kv_heads=num_heads if is_latent else given.get("num_kv_heads") or num_heads,
-        head_dim=given["qk_head_dim" if is_latent else "head_size"],
-        v_head_dim=given["v_head_dim" if is_latent else "head_size"],
-        scale=float(given["scale"]),
-        softcap=given.get("logits_soft_cap") or None,
-        window=given.get("sliding_window"),
-        has_sinks=given.get("sinks") is not None,
-    )
-
-
-def layer_reason(given: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Give the reason if a layer runs stock in every step, by the arguments of vLLM's implementation."""
-    is_latent = "kv_lora_rank" in given
-    unknown = [name for name in given if name not in (LATENT_ARGUMENTS if is_latent else ARGUMENTS)]
-    cache, caches = given.get("kv_cache_dtype") or "auto", () if is_latent else FP8_CACHES
-    if getattr(given.get("attn_type"), "value", given.get("attn_type")) not in (None, "decoder"):
-        return f"attention of type {given['attn_type']}"
-    if given.get("alibi_slopes") is not None:
-        return "ALiBi"
-    if given.get("kv_sharing_target_layer_name") is not None:
-        return "it reads another layer's cache"
-    if cache not in ("auto", str(dtype).removeprefix("torch."), *caches):
-        return f"a cache of {cache}"
-    return f"{unknown[0]}, which flexmask does not know" if unknown else None
 
 
 # per process: layers and builders share nothing but vLLM's configuration, which a draft model copies; they hold the engine

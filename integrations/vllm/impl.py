@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from flexmask.integrations.serving.chunk import concat_cached
 from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import Role, SparseLayer
 from flexmask.integrations.vllm.builder import Step
-from flexmask.integrations.vllm.engine import ARGUMENTS, DRAFT, LATENT_ARGUMENTS, engine_of
+from flexmask.integrations.vllm.engine import DRAFT, engine_of
+from flexmask.integrations.vllm.layers import given_arguments
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8, kernel_serves
 
 if HAS_TRITON:
@@ -66,21 +66,6 @@ class PluginMixin(StockBase):  # type: ignore[misc]
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """False: sparse rows are written unquantized."""
         return False
-
-
-def given_arguments(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of a call by name, without unknown ones that have their default."""
-    parameters = inspect.signature(function).parameters
-    given: dict[str, Any] = {}
-    for name, value in inspect.signature(function).bind(*arguments, **options).arguments.items():
-        given |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    known = LATENT_ARGUMENTS if "kv_lora_rank" in given else ARGUMENTS
-    return {name: x for name, x in given.items() if name in known or not _same(x, defaults.get(name))}
-
-
-def _same(value: Any, default: Any) -> bool:
-    return value is default or (not isinstance(value, Tensor) and bool(value == default))
 
 
 class SparsePrefillImpl(PluginMixin):

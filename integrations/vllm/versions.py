@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.versions import faults_in, names_in
-from flexmask.integrations.vllm.engine import ARGUMENTS, LATENT_ARGUMENTS
+from flexmask.integrations.vllm.layers import ARGUMENTS, LATENT_ARGUMENTS
 
 # as `faults_in` takes them: what the plug-in overrides, calls and reads
 _EVERY: dict[str, tuple[str, ...] | set[str]] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.layers import SparseLayer, Stock, role_of_shape
-from flexmask.integrations.vllm.engine import layer_number, layer_reason, shape_of
+from flexmask.integrations.vllm.layers import layer_number, layer_reason, shape_of
 from flexmask.settings import PrefillSettings
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
