@@ -52,8 +52,7 @@ def attend_chunk(
     plan = None if request is None else request.plans.get(kind)
     if plan is None:
         prompt_len = None if request is None else request.prompt_len
-        # without effect up to these tokens: the plan is then the same as without it
-        goes_on = prompt_len is not None and prompt_len > key.shape[1]
+        goes_on = prompt_len is not None and prompt_len > key.shape[1]  # else it has no effect
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
         inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len if goes_on else None, **geometry)
         # the split of the step has decided about lengths

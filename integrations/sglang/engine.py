@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, Stock, role_of_shape
+from flexmask.integrations.serving.layers import Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options
 from flexmask.integrations.serving.split import StepRequests, StepSplit
 from flexmask.integrations.serving.startup import bytes_of
+from flexmask.integrations.sglang.layers import FP8, layer_reason, shape_of
 from flexmask.integrations.sglang.registration import NAME
 from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
 
@@ -33,7 +34,6 @@ REFUSED = {
     "disaggregation_mode": "prefill and decoding on separate servers",
 }
 MUST_BE_ONE = ("attn_cp_size", "dcp_size")
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def refuse_server(server_args: Any, uses_mla: bool) -> None:
@@ -149,51 +149,6 @@ class SGLangEngine(Engine):
             return None
         scales = (layer.k_scale, layer.v_scale)
         return None if any(scale is None for scale in scales) else scales
-
-
-def shape_of(layer: Any) -> LayerShape:
-    """Of one ``RadixAttention`` on its rank."""
-    return LayerShape(
-        num_heads=layer.tp_q_head_num,
-        num_kv_heads=layer.tp_k_head_num,
-        head_dim=layer.qk_head_dim,
-        v_head_dim=layer.v_head_dim,
-        scale=float(layer.scaling),
-        softcap=layer.logit_cap or None,
-    )
-
-
-def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
-    """Give the reason if a layer runs stock in every step; its keys and values are in `pool`."""
-    # a pool of the attention layers beside those that keep a state
-    if type(pool).__name__ == "HybridLinearKVPool":
-        pool = pool.full_kv_pool
-    if layer.attn_type.value != "decoder":
-        return f"attention of type {layer.attn_type.value}"
-    if layer.is_cross_attention:
-        return "cross attention"
-    # the pool that is written and read row by row
-    if type(pool).__name__ != "MHATokenToKVPool":
-        return f"a cache of type {type(pool).__name__}"
-    if getattr(pool, "is_quantized_kv_cache", False):
-        return "a quantized cache"
-    if pool.dtype not in (dtype, *FP8):
-        return f"a cache of {str(pool.dtype).removeprefix('torch.')}"
-    if getattr(pool, "use_hnd", False):
-        return "a cache with heads before tokens"
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        return f"a sliding window of {layer.sliding_window_size + 1}"
-    if layer.v_head_dim != layer.qk_head_dim:
-        return f"values {layer.v_head_dim} wide beside keys {layer.qk_head_dim} wide"
-    if layer.pos_encoding_mode != "NONE":
-        return f"positions of kind {layer.pos_encoding_mode}"
-    if layer.logit_cap and layer.logit_capping_method != "tanh":
-        return f"a soft cap by {layer.logit_capping_method}"
-    if layer.xai_temperature_len > 0:
-        return "a temperature by position"
-    if layer.use_irope:
-        return "chunked local attention"
-    return None
 
 
 def follow_requests(requested: dict[str, RequestOptions], prompt_lens: dict[str, int]) -> None:
