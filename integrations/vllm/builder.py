@@ -127,12 +127,11 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         def rows(part: SparseRequest | StockSpan) -> slice:
             return slice(part.start - first_row, part.stop - first_row)
 
-        stock: tuple[tuple[slice, Any], ...] = ()
-        if split.sparse:
-            spans = [x._replace(first=max(x.first, first), start=max(x.start, first_row)) for x in split.stock if x.last > first]
-            slices = [UBatchSlice(slice(x.first, x.last), slice(x.start, x.stop)) for x in spans]
-            parts = map(self.flexmask_part, split_attn_metadata(slices, common))
-            stock = tuple(zip(map(rows, spans), parts, strict=True))
+        behind = [x._replace(first=max(x.first, first), start=max(x.start, first_row)) for x in split.stock if x.last > first]
+        spans = behind if split.sparse else []  # else the metadata of all rows serves
+        slices = [UBatchSlice(slice(x.first, x.last), slice(x.start, x.stop)) for x in spans]
+        parts = map(self.flexmask_part, split_attn_metadata(slices, common) if slices else ())
+        stock = tuple(zip(map(rows, spans), parts, strict=True))
         pages = common.block_table_tensor
         tables = (PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in split.sparse)
         return Step(split, stock, tuple(zip(map(rows, split.sparse), split.sparse, tables, strict=True)))

@@ -23,7 +23,7 @@ def main(name: str, *device_and_out: str) -> None:
     *device, out = device_and_out
     engine = ENGINES[name]
     options = engine.options
-    environment, given = on_cuda(options, engine.kernel) if device == ["cuda"] else on_cpu(options)
+    environment, given = on_cuda(options, engine.kernel) if device == ["cuda"] else on_cpu(options, engine.questions is LATENT)
     os.environ.update(environment)
     if "PYTHONPATH" in environment:
         sys.path.insert(0, CPU_PLUGIN)

@@ -169,10 +169,12 @@ ENGINES = {
 }
 
 
-def on_cpu(options):
+def on_cpu(options, is_latent=False):
     """In float32, eager."""
     environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "PYTHONPATH": PYTHONPATH}
-    return environment, {"dtype": "float32", "enforce_eager": True}
+    # where CPUs have AMX, vLLM chooses AMX_MLA, which takes no float32
+    backend = {"attention_backend": "CPU_MLA"} if is_latent else {}
+    return environment, {"dtype": "float32", "enforce_eager": True, **backend}
 
 
 def on_cuda(options, kernel):
