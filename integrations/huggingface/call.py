@@ -21,8 +21,8 @@ from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import is_scoped, module_of, remembered, scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
-from flexmask.plans import Plan, dense_plan, plan_call
 from flexmask.method import Method
+from flexmask.plans import Plan, dense_plan, plan_call
 from flexmask.settings import PrefillSettings, with_heads
 from flexmask.stats import STATISTICS, dense_stats
 
