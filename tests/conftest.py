@@ -47,6 +47,14 @@ def _same_random_numbers():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _leaves_no_settings():
+    """Settings that a test gives `register` and leaves would hold in all later tests of its process."""
+    yield
+    adapter = sys.modules.get("flexmask.integrations.huggingface.model_config")
+    assert adapter is None or adapter._of_process == {}
+
+
 @pytest.fixture
 def no_grad():
     with torch.no_grad():

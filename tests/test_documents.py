@@ -27,6 +27,7 @@ import torch._dynamo
 
 import flexmask
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.huggingface import model_config
 from tests.repository import ROOT, module_of
 
 SITE = module_of(ROOT / "docs/site_pages.py")
@@ -97,9 +98,10 @@ def _prompt(tokens: int) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with the checkout's bench/ to run in; torch and the table of methods are as before afterwards."""
+    """A folder with the checkout's bench/ to run in; torch, methods and settings of the process are as before afterwards."""
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_config, "_of_process", {})
     with patch.dict(flexmask.METHODS), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield tmp_path
     torch._dynamo.reset()
