@@ -1,7 +1,7 @@
-"""The attention function of transformers: checks a call's arguments, mask and tensors, and passes a prefill to `serve` (call.py).
+"""The attention function of transformers: checks a call's arguments, mask and tensors, and serves it.
 
-Decoding runs dense. The way of a prefill: `attention` -> `serve` -> `_prefill_call` -> `PrefillCall.output` (call.py) ->
-`Plan.attend` (flexmask/plans.py). A compiled forward reaches `serve` through `prefill_operator`.
+Decoding runs dense. The way of other calls: `attention` -> `serve` -> `_layer_call` -> `LayerCall.output` (call.py) ->
+`Plan.attend` (flexmask/plans.py). A compiled forward reaches `serve` through `serve_operator`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexmask.base.inputs import AttentionInputs, attention_inputs, without_auto
 from flexmask.flex.dense import attention_to_visible, dense_attention
 from flexmask.integrations.huggingface.call import serve
 from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS, SDPA, refusal
-from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.mask import GeometryMask
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import give_back
 
@@ -49,7 +49,7 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
-    if not isinstance(attention_mask, PrefillMask) and not is_traced() and give_back(getattr(module, "config", None)):
+    if not isinstance(attention_mask, GeometryMask) and not is_traced() and give_back(getattr(module, "config", None)):
         scores = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         return _own_attention(module)(module, query, key, value, attention_mask, dropout=dropout, **scores, **kwargs)
     if dropout != 0:
@@ -91,7 +91,7 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _checked_inputs(
-    query: Tensor, key: Tensor, value: Tensor, mask: PrefillMask | None, scores: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, mask: GeometryMask | None, scores: dict[str, Any]
 ) -> AttentionInputs:
     """Also of head sizes without a mask, which run dense. Without `mask` one row, of decoding."""
     arguments = dict(scores)
@@ -111,21 +111,21 @@ def _checked_inputs(
 
 def _checked_mask(
     module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
-) -> PrefillMask:
-    """The mask of a prefill."""
+) -> GeometryMask:
+    """The mask of more than one row."""
     causal = getattr(module, "is_causal", True)
-    # a `PrefillMask` holds its own refusal: some modules (GPT-2) pass False with any mask
-    if is_causal is not None and not isinstance(mask, PrefillMask):
+    # a `GeometryMask` holds its own refusal: some modules (GPT-2) pass False with any mask
+    if is_causal is not None and not isinstance(mask, GeometryMask):
         causal = is_causal
     if not causal:
         raise refusal("bidirectional or cross attention", f"{SDPA} for the parts of the model that have it")
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
     if mask is None and q_len == kv_len:
-        return PrefillMask((batch, 1, q_len, kv_len), 0)
+        return GeometryMask((batch, 1, q_len, kv_len), 0)
     if mask is None:
         raise refusal("a prefill without a mask over a cache", f"a (batch, kv_len) attention_mask, or {SDPA}")
-    if not isinstance(mask, PrefillMask):
+    if not isinstance(mask, GeometryMask):
         if MODELS_MAKE_4D_MASKS:
             models = "OPT, BART, GraniteMoe, Persimmon, FalconH1"
             what = f"a 4-D attention_mask, which in this release of transformers some models ({models}) make themselves"
@@ -142,7 +142,7 @@ def _checked_mask(
     return mask
 
 
-def _checked_segments(mask: PrefillMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
+def _checked_segments(mask: GeometryMask, query: Tensor, kwargs: dict[str, Any]) -> Segments | None:
     """Packed sequences by position_ids that restart, or by the caller's bounds; refuses restarts over a cache or under a mask."""
     batch, _, q_len, _ = query.shape
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")

@@ -1,4 +1,4 @@
-"""A prefill call: the settings that hold for it, dense or over kept blocks, its record."""
+"""A layer's call: the settings that hold for it, dense or over kept blocks, its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import by_head_dim, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.integrations.huggingface.mask import PrefillMask, PrefillPass
+from flexmask.integrations.huggingface.mask import GeometryMask, ForwardPass
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import is_scoped, module_of, remembered, scope_of
@@ -28,9 +28,9 @@ from flexmask.stats import STATISTICS, dense_stats
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, mask: PrefillMask | None = None, segments: Segments | None = None
+    module: nn.Module, inputs: AttentionInputs, tokens: int, mask: GeometryMask | None = None, segments: Segments | None = None
 ) -> Tensor:
-    """Attention of one prefill call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim).
+    """Attention of one layer's call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim).
 
     Calls of one `mask` share plans.
     """
@@ -45,18 +45,18 @@ def serve(
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
         seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-        return prefill_operator(*tensors, *seen, tokens, id(module))
+        return serve_operator(*tensors, *seen, tokens, id(module))
     with without_autocast(inputs.query.device):
-        prefill = None if mask is None else mask.prefill
-        plans = None if prefill is None else prefill.plans.setdefault(mask, {})
-        call = _prefill_call(module, inputs, tokens, prefill)._replace(plans=plans)
+        forward_pass = None if mask is None else mask.forward_pass
+        plans = None if forward_pass is None else forward_pass.plans.setdefault(mask, {})
+        call = _layer_call(module, inputs, tokens, forward_pass)._replace(plans=plans)
         out = call.output() if segments is None else call.packed_output(segments)
     return out.transpose(1, 2).contiguous()
 
 
-def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefill: PrefillPass | None = None) -> PrefillCall:
+def _layer_call(module: nn.Module, inputs: AttentionInputs, tokens: int, forward_pass: ForwardPass | None) -> LayerCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
-    scope = scope_of(module) if prefill is None else prefill.scope(module)
+    scope = scope_of(module) if forward_pass is None else forward_pass.scope(module)
     num_heads = inputs.query.shape[1]
     if scope is not None:
         settings, layer = scope.run.settings, scope.layer_of(module)
@@ -65,32 +65,32 @@ def _prefill_call(module: nn.Module, inputs: AttentionInputs, tokens: int, prefi
             method = scope.methods[module] = _local_method(settings.layer_method(layer), module, num_heads)
         if scope.prompt_len is not None:
             inputs = inputs.with_fields(prompt_len=scope.prompt_len)
-        return PrefillCall(inputs, tokens, prefill, layer, settings, method, scope.run, scope.probe)
+        return LayerCall(inputs, tokens, forward_pass, layer, settings, method, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer = -1 if index is None else index
     # a block's name without a block: left by an interrupt, or by a copy, before a compiled forward
     settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
     method = _local_method(settings.layer_method(layer), module, num_heads)
-    return PrefillCall(inputs, tokens, prefill, layer, settings, method, run)
+    return LayerCall(inputs, tokens, forward_pass, layer, settings, method, run)
 
 
 _DENSE = PrefillSettings(dense_below=sys.maxsize)
 
 
-Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `PrefillCall.plan`
+Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `LayerCall.plan`
 
 
-class PrefillCall(NamedTuple):
-    """A layer's call in a prefill, with the settings that hold for it."""
+class LayerCall(NamedTuple):
+    """A layer's call in a forward pass, with the settings that hold for it."""
 
     inputs: AttentionInputs
-    tokens: int  # `PrefillMask.tokens`
-    prefill: PrefillPass | None  # `PrefillMask.prefill`
+    tokens: int  # `GeometryMask.tokens`
+    forward_pass: ForwardPass | None  # None in an operator
     layer: int
     settings: PrefillSettings
     method: Method  # of this process's heads
     run: PrefillRun | None = None
-    probe: Callable[[PrefillCall], Tensor] | None = None  # serves the call
+    probe: Callable[[LayerCall], Tensor] | None = None  # serves the call
     sequence: int = 0  # in a pack
     plans: Plans | None = None  # of the layers under its mask
 
@@ -113,7 +113,7 @@ class PrefillCall(NamedTuple):
         batch, _, q_len, _ = self.inputs.query.shape
         mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
         size = CallSize(batch, q_len, self.tokens, self.sequence)
-        self.run.record(self.layer, attended.stats, mask, reason, self.prefill, size)
+        self.run.record(self.layer, attended.stats, mask, reason, self.forward_pass, size)
 
     def plan(self) -> Plan:
         """That of the layers with the same settings and shapes."""
@@ -206,13 +206,13 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
     "Tensor? offset, Tensor? sinks, SymInt tokens, int module) -> Tensor",
     **_TAGS,
 )
-def prefill_operator(*arguments: Any) -> Tensor:
+def serve_operator(*arguments: Any) -> Tensor:
     """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
     *inputs, tokens, module = arguments
     return serve(module_of(module), AttentionInputs(*inputs), tokens)
 
 
-@prefill_operator.register_fake
+@serve_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     batch, num_heads, q_len, _ = query.shape
     return query.new_empty((batch, q_len, num_heads, value.shape[3]))

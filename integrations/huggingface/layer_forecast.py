@@ -17,11 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 from flexmask.environment import one_line
 from flexmask.integrations.huggingface.attention import attention
-from flexmask.integrations.huggingface.call import Plans, PrefillCall
+from flexmask.integrations.huggingface.call import Plans, LayerCall
 from flexmask.integrations.huggingface.compat import learned_positions, text_config
-from flexmask.integrations.huggingface.mask import PrefillMask, prefill_mask
+from flexmask.integrations.huggingface.mask import GeometryMask, geometry_mask
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.huggingface.scope import scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
@@ -120,7 +120,7 @@ class _Forecaster:
         self.layers: dict[int, LayerForecast] = {}
         self._plans: Plans = {}
 
-    def __call__(self, call: PrefillCall) -> Tensor:
+    def __call__(self, call: LayerCall) -> Tensor:
         plan, query, key, value = call._replace(plans=self._plans).plan(), call.inputs.query, call.inputs.key, call.inputs.value
         assert value is not None
         reason, backend = plan.reason, "" if plan.reason else plan.backend.name
@@ -137,10 +137,10 @@ def _attention(
     assert scope is not None and isinstance(scope.probe, _Forecaster)
     forecaster, mask = scope.probe, attention_mask
     shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
-    if isinstance(mask, PrefillMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
+    if isinstance(mask, GeometryMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
         tokens = forecaster.tokens
         shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]
-        mask = PrefillMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
+        mask = GeometryMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
     given = [forecaster.stand_in.expand(shape) for shape in shapes]
     if isinstance(arguments.get("s_aux"), Tensor):
         arguments["s_aux"] = forecaster.stand_in.expand(arguments["s_aux"].shape)
@@ -175,4 +175,4 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _mask_without_padding(**arguments: Any) -> Any:
-    return prefill_mask(**arguments | {"attention_mask": None})
+    return geometry_mask(**arguments | {"attention_mask": None})

@@ -1,4 +1,4 @@
-"""The mask of a prefill between transformers' mask functions and attention, without a map of tokens."""
+"""What transformers' mask functions pass on to its attention: the geometry of a forward pass, without a map of tokens."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ SCOPE_ENDED = (
 
 
 class MaskNotServed(NotImplementedError, AttributeError):
-    """A model read more of its mask than `PrefillMask` has. An AttributeError for ``hasattr``."""
+    """A model read more of its mask than `GeometryMask` has. An AttributeError for ``hasattr``."""
 
 
-class PrefillPass:
-    """One mask-function call, shared by its masks, with the scope that serves it."""
+class ForwardPass:
+    """A forward pass as the layers under one mask see it: what they share. A model makes a mask for each kind of its layers."""
 
     def __init__(self) -> None:
         self._served = False
@@ -37,7 +37,7 @@ class PrefillPass:
         self.plans: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of the layers under each mask (call.py)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrefillPass, ()
+        return ForwardPass, ()
 
     def scope(self, module: nn.Module) -> Scope | None:
         """That of the first layer, also where a backward runs checkpointed layers again."""
@@ -52,8 +52,8 @@ class PrefillPass:
         return scope
 
 
-class PrefillMask(BlockMask):
-    """The visibility of one prefill call; a BlockMask only to pass through transformers unchanged.
+class GeometryMask(BlockMask):
+    """The geometry of a forward pass; a BlockMask only to pass through transformers unchanged.
 
     Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`, those of another
     attention after the block too. `offset` is the position of the first row among the keys: an int, or a 0-d integer tensor where
@@ -81,10 +81,10 @@ class PrefillMask(BlockMask):
         self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments  # packed sequences, in tokens of all batch rows concatenated
-        # of the mask function's call, with its other masks; another object would recompile at every call
-        self.prefill = None if is_traced() else PrefillPass()
-        # shared by all layers
+        # shared by all layers, also under slices of this mask
         self.packed, self.bounds = PackedCheck(), GivenBounds()
+        # another object would recompile at every call
+        self.forward_pass = None if is_traced() else ForwardPass()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -95,21 +95,21 @@ class PrefillMask(BlockMask):
         return 4
 
     def __repr__(self) -> str:
-        return f"PrefillMask(shape={self._shape}, window={self.window}, padded={self.attention_mask is not None})"
+        return f"GeometryMask(shape={self._shape}, window={self.window}, padded={self.attention_mask is not None})"
 
     __str__ = __repr__
 
-    def contiguous(self) -> PrefillMask:
+    def contiguous(self) -> GeometryMask:
         """Return self, for generate()."""
         return self
 
-    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> PrefillMask:
+    def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> GeometryMask:
         offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
         # the layers' plans are kept with this object
         return self if offset is self.offset and mask is self.attention_mask else self._with(self._shape, offset, mask)
 
-    def __getitem__(self, index: Any) -> PrefillMask:
+    def __getitem__(self, index: Any) -> GeometryMask:
         """Some of the rows; keeps all dimensions, as BlockMask does."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if Ellipsis in [part for part in parts if not isinstance(part, Tensor)]:
@@ -149,8 +149,8 @@ class PrefillMask(BlockMask):
         """Refuse torch's own functions, such as SDPA."""
         given = [*args, *(kwargs or {}).values()]
         given += [part for argument in given if isinstance(argument, (list, tuple)) for part in argument]
-        masks = [argument for argument in given if isinstance(argument, PrefillMask)]
-        (masks[0] if masks else PrefillMask((1, 1, 1, 1), 0))._computed_with()
+        masks = [argument for argument in given if isinstance(argument, GeometryMask)]
+        (masks[0] if masks else GeometryMask((1, 1, 1, 1), 0))._computed_with()
 
     def _not_served(self, what: str) -> NoReturn:
         if getattr(self._config, "_attn_implementation", None) != self._made_for:
@@ -160,22 +160,22 @@ class PrefillMask(BlockMask):
             'its own does; use attn_implementation="sdpa"'
         )
 
-    def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> PrefillMask:
-        mask = PrefillMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments, self._config)
+    def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> GeometryMask:
+        mask = GeometryMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments, self._config)
         mask._made_for = self._made_for
-        mask.prefill, mask.packed, mask.bounds = self.prefill, self.packed, self.bounds
+        mask.forward_pass, mask.packed, mask.bounds = self.forward_pass, self.packed, self.bounds
         return mask
 
 
 def made_mask(*, config: Any = None, **arguments: Any) -> Any:
-    """The mask function of transformers: `prefill_mask`, or that of the model's own attention where no block is open."""
+    """The mask function of transformers: `geometry_mask`, or that of the model's own attention where no block is open."""
     if not is_traced() and give_back(config):
         own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
         return None if own is None else own(config=config, **arguments)
-    return prefill_mask(config=config, **arguments)
+    return geometry_mask(config=config, **arguments)
 
 
-def prefill_mask(
+def geometry_mask(
     *,
     batch_size: int,
     kv_length: int,
@@ -185,8 +185,8 @@ def prefill_mask(
     local_size: int | None = None,
     config: Any = None,
     **arguments: Any,
-) -> PrefillMask | Tensor | None:
-    """The mask of a prefill, of a single row that of SDPA; ValueError if `attention_mask` ends before the last query row."""
+) -> GeometryMask | Tensor | None:
+    """The mask of a forward pass, of a single row that of SDPA; ValueError if `attention_mask` ends before the last query row."""
     q_len, first = rows_of_queries(arguments)
     if q_len == 1:
         keys = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
@@ -203,14 +203,14 @@ def prefill_mask(
     offset = 0 if q_len == kv_length else _int_if_known(first - kv_offset)
     is_known, window, ids = window_of(mask_function, local_size)
     if not is_known or (ids is not None and is_traced()):
-        return PrefillMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
+        return GeometryMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
     if ids is not None:
         # without a cache and without padding
-        return PrefillMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)
+        return GeometryMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)
     tokens = None
     if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):
         tokens = min(kv_length, attention_mask.shape[1] - kv_offset)
-    return PrefillMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens, config=config)
+    return GeometryMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens, config=config)
 
 
 def _int_if_known(number: int | Tensor) -> int | Tensor:

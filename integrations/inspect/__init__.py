@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 
 from flexmask.environment import device_name
-from flexmask.integrations.huggingface.call import PrefillCall
+from flexmask.integrations.huggingface.call import LayerCall
 from flexmask.integrations.huggingface.compat import check_in_one_process, input_device, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.inspect.attention_held import HeldAttention
 from flexmask.integrations.inspect.page import write_report
 from flexmask.integrations.record import PrefillRun
@@ -119,12 +119,12 @@ def inspect_prefill(
     check_in_one_process(inner, "inspect_prefill")
     device = input_device(inner)
 
-    def prefill(run: PrefillRun, serve: Callable[[PrefillCall], Tensor]) -> None:
+    def prefill(run: PrefillRun, serve: Callable[[LayerCall], Tensor]) -> None:
         with opened(inner, run, serve), torch.no_grad():
             inner.base_model(input_ids=ids.to(device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)
-    prefill(run, PrefillCall.output)
+    prefill(run, LayerCall.output)
     rows = {(row["layer"], row["head"]): row for row in run.rows()}
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")

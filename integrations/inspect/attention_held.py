@@ -13,7 +13,7 @@ from flexmask.base.head_groups import head_groups
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, visible_keys
-from flexmask.integrations.huggingface.call import PrefillCall
+from flexmask.integrations.huggingface.call import LayerCall
 
 
 class HeldAttention:
@@ -28,7 +28,7 @@ class HeldAttention:
         # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, call: PrefillCall) -> Tensor:
+    def __call__(self, call: LayerCall) -> Tensor:
         plan = call.plan()
         attended, reason = plan.attend(call.inputs, with_maps=True), plan.reason
         if reason is None:

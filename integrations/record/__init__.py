@@ -48,7 +48,7 @@ class PrefillRun:
     masks: dict[int, list[BlockMask | None]] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
     sequences: dict[int, int] = field(default_factory=dict)
-    # by layer: that of the latest mask, and the last counted sequence of its pack
+    # by layer: the latest forward pass, and the last counted sequence of its pack
     _latest: dict[int, tuple[object, int]] = field(default_factory=dict)
     # layers, for the log line; the dense ones by reason
     _called: set[int] = field(default_factory=set)
@@ -97,13 +97,13 @@ class PrefillRun:
         stats: SelectionStats | None,
         mask: BlockMask | None,
         reason: str | None = None,
-        prefill: object = None,
+        forward_pass: object = None,
         size: CallSize = CallSize(),  # noqa: B008  # immutable
     ) -> None:
         """Note one prefill call of one layer, without reading a tensor; of fake ones only the reason.
 
-        Calls with the same `prefill`, that of their `PrefillMask`, belong together: packed sequences, and repeated calls of a
-        layer (DiffLlama, HRM).
+        Calls with the same `forward_pass`, that of their `GeometryMask`, belong to one prefill: packed sequences, and repeated
+        calls of a layer (DiffLlama, HRM).
         """
         if stats is not None and not is_traced() and is_fake(stats.density):
             stats = mask = None
@@ -116,7 +116,7 @@ class PrefillRun:
                 self._dense.setdefault(reason, set()).add(layer)
             if self.collect_stats and stats is not None:
                 calls = self.calls.setdefault(layer, [])
-                calls.append(RecordedCall(stats, reason, self._number(layer, prefill, size), size))
+                calls.append(RecordedCall(stats, reason, self._number(layer, forward_pass, size), size))
             if self.collect_masks:
                 self.masks.setdefault(layer, []).append(mask)
             if self.max_calls is not None:
@@ -125,16 +125,16 @@ class PrefillRun:
                     self._dropped.setdefault(layer, LayerTotals()).add(calls[: -self.max_calls])
                 del calls[: -self.max_calls], masks[: -self.max_calls]
 
-    def _number(self, layer: int, prefill: object, size: CallSize) -> int:
+    def _number(self, layer: int, forward_pass: object, size: CallSize) -> int:
         """The number of a call's prefill; counts its sequences and their tokens."""
         before = self.calls[layer][-1].prefill if self.calls[layer] else -1
         latest, counted = self._latest.get(layer, (None, 0))
-        again = prefill is not None and before >= 0 and latest == prefill
+        again = forward_pass is not None and before >= 0 and latest == forward_pass
         if not again or size.sequence > counted:
             self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
             self.sequences[layer] = self.sequences.get(layer, 0) + size.batch
             counted = size.sequence
-        self._latest[layer] = (prefill, counted)
+        self._latest[layer] = (forward_pass, counted)
         return before if again else before + 1
 
     def note_forward(self) -> None:

@@ -36,7 +36,7 @@ class CallSize(NamedTuple):
 
     batch: int = 0
     q_len: int = 0
-    kv_len: int = 0  # `PrefillMask.tokens`
+    kv_len: int = 0  # `GeometryMask.tokens`
     sequence: int = 0  # in a pack
 
     @property

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.mask import GeometryMask
 from tests.integrations.common import checkpointed, make_model
 
 # all dense, since CPUs have no other gradients: the reason of a call shows whose options it ran with
@@ -108,4 +108,4 @@ def test_a_mask_kept_beyond_its_block_is_refused_by_name(attention, compiled, mo
 )
 def test_torch_refuses_a_mask_by_name(call):
     with pytest.raises(NotImplementedError, match="reads its mask's numbers, to compute with"):
-        call(torch.zeros(1, 1, 4, 4), PrefillMask((1, 1, 4, 4), 0))
+        call(torch.zeros(1, 1, 4, 4), GeometryMask((1, 1, 4, 4), 0))

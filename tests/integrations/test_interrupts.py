@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.prefill import opened
+from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.record import PrefillRun
 from tests.integrations.common import is_open, is_untouched
 from tests.interrupts import in_another_thread, interrupted
 
 # of what enters and leaves, without the forward and the checks of options
-FILES = ("scope.py", "prefill.py", "registration.py", "locking.py")
+FILES = ("scope.py", "context_manager.py", "registration.py", "locking.py")
 
 
 HOW = ("entered", "kept", "kept twice", "in a stack", "as a decorator", "with an error", "as inspect does")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
+from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.huggingface.layer_forecast import LayerForecast, layer_forecast
-from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
 from tests.integrations.families import FAMILIES

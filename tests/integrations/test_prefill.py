@@ -62,7 +62,7 @@ def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, 
             out = model(tokens, attention_mask=mask).logits
             assert len(made) == number
             # without plans that layers share
-            monkeypatch.setattr(call.PrefillCall, "plan", call.PrefillCall._new_plan)
+            monkeypatch.setattr(call.LayerCall, "plan", call.LayerCall._new_plan)
             run_alone.append(torch.equal(model(tokens, attention_mask=mask).logits, out))
             monkeypatch.undo()
             monkeypatch.setattr(call, "plan_call", plan_call)

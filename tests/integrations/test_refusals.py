@@ -6,7 +6,7 @@ import transformers
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.attention import attention
-from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.mask import GeometryMask
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, RELEASE, dynamic_cache, is_untouched, make_model
 from tests.integrations.families import SIZES
 
@@ -20,7 +20,7 @@ FORWARD_REFUSALS = {
 def test_mask_for_other_keys_names_both():
     query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
     with pytest.raises(NotImplementedError, match=r"40 rows and 41 keys under a mask of 40 and 40 \(keys that the model adds"):
-        attention(torch.nn.Module(), query, key, key, PrefillMask((1, 1, 40, 40), 0))
+        attention(torch.nn.Module(), query, key, key, GeometryMask((1, 1, 40, 40), 0))
 
 
 def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():

@@ -11,9 +11,9 @@ pytest.importorskip("transformers")
 
 from flexmask.integrations import huggingface as flexmask_hf
 from flexmask.integrations.huggingface import model_config
-from flexmask.integrations.huggingface.mask import PrefillMask
+from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.mask import GeometryMask
 from flexmask.integrations.huggingface.model_config import settings_for
-from flexmask.integrations.huggingface.prefill import opened
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
 from tests.integrations.families import FAMILIES
@@ -37,7 +37,10 @@ def test_a_block_holds_no_module_that_others_have_let_go(without_kernel):
 
 def test_a_mask_that_need_not_move_is_the_same_object():
     """Plans are kept by it, and hooks of device_map move it before each layer."""
-    for mask in (PrefillMask((1, 1, 5, 9), 4), PrefillMask((1, 1, 5, 9), torch.tensor([4]), torch.ones(1, 9, dtype=torch.bool))):
+    for mask in (
+        GeometryMask((1, 1, 5, 9), 4),
+        GeometryMask((1, 1, 5, 9), torch.tensor([4]), torch.ones(1, 9, dtype=torch.bool)),
+    ):
         assert mask.to("cpu") is mask
     moved = mask.to("meta")
     assert moved is not mask and moved.attention_mask.device.type == "meta"

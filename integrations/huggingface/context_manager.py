@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
 from flexmask.base.checks import check_prompt_len, plain_number
-from flexmask.integrations.huggingface.call import PrefillCall
+from flexmask.integrations.huggingface.call import LayerCall
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.registration import NoteForward, register, switch_attention
@@ -30,46 +30,44 @@ _log = logging.getLogger("flexmask")
 
 
 class _Exit:
-    """Descriptor for ``__exit__``.
+    """What a ``with`` statement calls at its end. It holds the only strong reference to the scope: without it the scope is closed.
 
-    Each lookup (by a ``with`` statement or an ExitStack, before ``__enter__``) creates a callable that holds the only strong
-    reference to the scope. If an interrupt arrives before ``__exit__`` runs, dropping that callable closes the scope.
+    1. ``with`` looks up ``__exit__``: `_ExitOfEachBlock` makes an exit, which the statement holds to its end, and others weakly.
+    2. ``with`` calls ``__enter__``, which finds this exit in `_LATEST_EXIT`, gives it a new scope and opens that.
+    3. The body runs.
+    4. ``with`` calls the exit, which closes the scope and reports, and drops it.
+
+    An interrupt between any two of their lines drops the exit, and with it the scope. An ExitStack takes the same steps, but looks
+    up ``__exit__`` on the class. Entered by hand, by ``manager.__enter__()``, there is no exit to hold the scope; the manager
+    does (`_by_hand`) until its ``__exit__`` is called.
     """
 
-    def __init__(self, context: sparse_prefill | None = None) -> None:
-        self.context = context
+    def __init__(self, manager: sparse_prefill | None) -> None:
+        self.manager = manager  # None: looked up on the class, and the call gets it
         self.scope: Scope | None = None
 
-    def __get__(self, context: sparse_prefill | None, kind: type | None = None) -> _Exit:
-        looked_up = _Exit(context)
-        _LOOKED_UP.set(ref(looked_up))
-        return looked_up
-
     def __call__(self, *given: Any) -> None:
-        # looked up on the class, it gets the context
-        context, _, error, _ = given if self.context is None else (self.context, *given)
-        # entered by hand: the latest of this thread or task, or one handed over to it
-        scope = self.scope or latest(context._by_hand)
+        manager, _, error, _ = given if self.manager is None else (self.manager, *given)
+        scope = self.scope
+        if scope is None:
+            # by hand: the latest of this thread or task, or one handed over to it
+            scope = latest(manager._by_hand)
+            manager._by_hand.remove(scope)
         scope.close()
-        if self.scope is None:
-            context._by_hand.remove(scope)
-        summary = scope.run.dense_summary()
-        if summary is not None:
-            nothing_else, line = summary
-            _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
-        if error is None and scope.run.ignored:
-            layers = ", ".join(map(str, scope.run.ignored))
-            _log.warning("flexmask: options of layers that called no attention were not used: layers %s", layers)
-        if error is None and scope.run.unreached:
-            warnings.warn(
-                f"flexmask did not reach {type(scope.model).__name__}: it ran, but none of its layers called the attention of "
-                "transformers' attention interface, so it ran as without the block",
-                UserWarning,
-                stacklevel=2,
-            )
+        _report(scope, has_failed=error is not None)
 
 
-_LOOKED_UP: ContextVar[ref[_Exit] | None] = ContextVar("flexmask_looked_up", default=None)  # the latest exit
+class _ExitOfEachBlock:
+    """Descriptor for ``__exit__``, which makes an exit at each lookup."""
+
+    def __get__(self, manager: sparse_prefill | None, kind: type | None = None) -> _Exit:
+        made = _Exit(manager)
+        _LATEST_EXIT.set(ref(made))
+        return made
+
+
+# of the current thread or task; weak, or it would hold the scope
+_LATEST_EXIT: ContextVar[Callable[[], _Exit | None]] = ContextVar("flexmask_latest_exit", default=lambda: None)
 
 
 class sparse_prefill(ContextDecorator):
@@ -153,31 +151,31 @@ class sparse_prefill(ContextDecorator):
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
-        self._by_hand: list[Scope] = []  # entered without an exit
+        self._by_hand: list[Scope] = []  # held here, as no exit holds them
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:
             raise error.with_names("collect_stats", "collect_masks", "max_calls", "prompt_len") from None
 
     def __enter__(self) -> PrefillRun:
-        looked_up = _LOOKED_UP.get()
-        leave = None if looked_up is None else looked_up()
+        leave = _LATEST_EXIT.get()()
         register()
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
         scope = Scope(self._model, run, prompt_len=self._prompt_len)
-        if leave is not None and leave.scope is None and leave.context in (None, self):
+        if leave is not None and leave.scope is None and leave.manager in (None, self):
+            # first: an exit serves one entry, also one that fails, whose traceback may keep it
             leave.scope = scope
             _open(scope)
         else:
             _open(scope)
             self._by_hand.append(scope)
-        return scope.run
+        return run
 
-    __exit__ = _Exit()
+    __exit__ = _ExitOfEachBlock()
 
 
 @contextmanager
-def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[PrefillCall], Tensor] | None = None) -> Iterator[Scope]:
+def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[LayerCall], Tensor] | None = None) -> Iterator[Scope]:
     """A scope that records in `run`; `probe` serves its prefill calls."""
     register()
     scope = Scope(model, run, probe)
@@ -197,3 +195,24 @@ def _open(scope: Scope) -> None:
     except BaseException:
         scope.close()
         raise
+
+
+def _report(scope: Scope, has_failed: bool) -> None:
+    """Say at the end of a block what ran dense, which options were not used, and that no layer was reached."""
+    run = scope.run
+    summary = run.dense_summary()
+    if summary is not None:
+        nothing_else, line = summary
+        _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
+    if has_failed:
+        return
+    if run.ignored:
+        layers = ", ".join(map(str, run.ignored))
+        _log.warning("flexmask: options of layers that called no attention were not used: layers %s", layers)
+    if run.unreached:
+        warnings.warn(
+            f"flexmask did not reach {type(scope.model).__name__}: it ran, but none of its layers called the attention of "
+            "transformers' attention interface, so it ran as without the block",
+            UserWarning,
+            stacklevel=3,
+        )
