@@ -46,7 +46,6 @@ class Group(TyperGroup):
 app = typer.Typer(
     name="flexmask",
     cls=Group,
-    help="Sparse prefill attention: check a machine and a model, measure the gain, inspect.",
     no_args_is_help=True,
     # `Group` prints errors
     pretty_exceptions_enable=False,

@@ -14,6 +14,8 @@ from flexmask.commands.options import Common, with_common
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
+    import torch
+
     from flexmask.environment import Problem
     from flexmask.integrations.huggingface.layer_forecast import LayerForecast
     from flexmask.settings import Named as NamedSettings
@@ -52,6 +54,7 @@ def doctor(
     kind = chosen_dtype(common.dtype, where)
     chosen = common.prefill_settings(for_model=model is not None)
     config = None if model is None else load_config(model)
+    unknown = None
     installed = versions()
     known = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
@@ -66,18 +69,17 @@ def doctor(
         document |= _tested(output, where)
         bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
-        about: dict[str, Any] = {"path": model, "type": type(config).__name__, "tokens": tokens}
         with common.errors():
-            forecasts = _forecasts(config, chosen, {"tokens": tokens, "device": where, "dtype": kind}, about)
+            refused, unknown, forecasts = _forecasts(config, chosen, tokens, where, kind)
+        about = {"path": model, "type": type(config).__name__, "tokens": tokens, "refused": refused, "unknown": unknown}
         about["tokenizer"] = tokenizer_problem(str(model), config)
         document["model"], document["layers"] = about, [layer._asdict() for layer in forecasts]
         _show_layers(output, about, forecasts)
-        bad = bad or about["refused"] is not None or any(layer.outcome == "refused" for layer in forecasts)
+        bad = bad or refused is not None or any(layer.outcome == "refused" for layer in forecasts)
     if whole:
         document |= _timed(output, where)
     document["ok"] = not bad
-    unknown = config is not None and about["unknown"] is not None
-    well = "No problem found; the model's layers are unknown." if unknown else "No problem found."
+    well = "No problem found." if unknown is None else "No problem found; the model's layers are unknown."
     output.line("", "A problem was found." if bad else well)
     if whole:
         output.line("", "To paste into an issue:", "", "```", *_for_an_issue(document), "```")
@@ -107,14 +109,11 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
 
     with output.progress("self-test, which compiles attention: half a minute the first time (--skip-self-test: none)"):
         tests = list(self_test(device))
-    rows = []
-    for test in tests:
-        verdict = "passed" if test.passed else "FAILED"
-        difference = "" if test.difference is None else f"{test.difference:.1e}"
-        density = "" if test.density is None else f"{test.density:.1%}"
-        others = "" if test.other_blocks is None else f"{test.other_blocks:.1%}"
-        allowed = f"{test.tolerance:g}"
-        rows.append([test.method, test.backend, test.dtype, density, others, difference, allowed, verdict, test.error])
+    rows = [
+        [test.method, test.backend, test.dtype, _cell("{:.1%}", test.density), _cell("{:.1%}", test.other_blocks),
+         _cell("{:.1e}", test.difference), f"{test.tolerance:g}", "passed" if test.passed else "FAILED", test.error]
+        for test in tests
+    ]  # fmt: skip
     columns = ["method", "backend", "dtype", "density", "other blocks", "largest difference", "allowed", "", ""]
     output.line()
     output.table(columns, rows, "Self-test: sparse attention against dense attention under its mask")
@@ -122,14 +121,18 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
     if flash_can_run(device):
         with output.progress("FLASH: compiling and checking"):
             features = flash_features(device)
-        rows = []
-        for feature in features:
-            lse = "" if feature.lse_factor is None else f"times {feature.lse_factor:.4g}"
-            rows.append([feature.feature, feature.served, lse, f"{feature.seconds:.0f} s", feature.reason])
+        rows = [
+            [each.feature, each.served, _cell("times {:.4g}", each.lse_factor), f"{each.seconds:.0f} s", each.reason]
+            for each in features
+        ]
         output.line()
         output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
     shown = [test._asdict() | {"passed": test.passed} for test in tests]
     return {"self_test": shown, "flash": [feature._asdict() for feature in features]}
+
+
+def _cell(form: str, number: float | None) -> str:
+    return "" if number is None else form.format(number)
 
 
 def _timed(output: Output, device: str) -> dict[str, Any]:
@@ -163,21 +166,19 @@ def _for_an_issue(document: dict[str, Any]) -> list[str]:
 
 
 def _forecasts(
-    config: Any, named: NamedSettings | None, arguments: dict[str, Any], about: dict[str, Any]
-) -> Sequence[LayerForecast]:
-    """What each layer would do; `about` gets the reason if the model as a whole is refused or unknown."""
-    about["refused"] = about["unknown"] = None
+    config: Any, named: NamedSettings | None, tokens: int, device: str, dtype: torch.dtype
+) -> tuple[str | None, str | None, Sequence[LayerForecast]]:
+    """Why the model as a whole is refused, or why its layers are unknown; else what each would do."""
     try:
         from flexmask.integrations.huggingface.layer_forecast import layer_forecast
         from flexmask.integrations.huggingface.model_config import settings_for
 
         settings = settings_for(config.get_text_config(), named)
-        return layer_forecast(config, settings=settings, **arguments)
+        return None, None, layer_forecast(config, settings=settings, tokens=tokens, device=device, dtype=dtype)
     except (ImportError, NotImplementedError) as error:
-        about["refused"] = str(error)
+        return str(error), None, []
     except RuntimeError as error:
-        about["unknown"] = str(error)
-    return []
+        return None, str(error), []
 
 
 def _show_machine(output: Output, document: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from flexmask.commands.loading import load_model, prompt_ids, read_text
-from flexmask.commands.options import Common, Model, with_common
+from flexmask.commands.options import Common, Model, Prompt, with_common
 from flexmask.commands.output import Output
 from flexmask.json_settings import keywords_of
 
@@ -18,7 +18,7 @@ LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
 def gain(
     common: Common,
     model: Model,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],
+    prompt: Prompt,
     minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes of prefills: slow machines take fewer, or refuse.")] = 10,
 ) -> None:
     """Measure what sparse prefill gains on this machine, and its error.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 
@@ -128,16 +128,13 @@ def pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
             raise _Timed
 
     start = time.perf_counter()
-    handles = [layer.register_forward_hook(note) for layer in layers]
-    try:
-        log_probs(model, ids)
-    except _Timed:
-        first, second = ends.values()
-        return (second - first) * len(numbers)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return time.perf_counter() - start
+    with _hooked(layers, note):
+        try:
+            log_probs(model, ids)
+        except _Timed:
+            first, second = ends.values()
+            return (second - first) * len(numbers)
+        return time.perf_counter() - start
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -157,6 +154,14 @@ def _layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if getattr(module, "layer_idx", None) is not None]
 
 
+def _hooked(layers: list[Any], hook: Callable[..., None]) -> ExitStack:
+    """A context in which `hook` is called after each forward of a layer."""
+    hooks = ExitStack()
+    for layer in layers:
+        hooks.enter_context(layer.register_forward_hook(hook))
+    return hooks
+
+
 @contextmanager
 def by_layer(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
     """Advance at each layer of so many prefills."""
@@ -168,9 +173,5 @@ def by_layer(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterato
         done += 1
         advance(min(done, total), total)
 
-    handles = [layer.register_forward_hook(count) for layer in layers]
-    try:
+    with _hooked(layers, count):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flexmask.commands.loading import load_model, prompt_ids, read_text, remark_if_short
-from flexmask.commands.options import Common, Model, needs, option_errors, usage_error, with_common
+from flexmask.commands.options import Common, Model, Prompt, needs, option_errors, usage_error, with_common
 from flexmask.commands.output import Output
 
 
@@ -18,7 +18,7 @@ from flexmask.commands.output import Output
 def inspect(
     common: Common,
     model: Model,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")],
+    prompt: Prompt,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page to write, as report.html.")],
     heads: Annotated[
         str | None, typer.Option(help="Heads to show masks of, LAYER:HEAD, as in 0:3,5:1. Default: a few by density.")

@@ -165,13 +165,12 @@ def _located(model: str) -> tuple[str, bool, Any]:
     model = os.path.expanduser(model)
     path = Path(model)
     is_local = path.is_dir()
+    # a name on the hub is one word, or owner/name
+    is_name = not model.startswith((".", "/", "~")) and model.count("/") <= 1 and not ("/" in model and path.parent.is_dir())
     if is_local and not (path / "config.json").is_file():
         usage_error(f"{model} is not a model: it has no config.json", "MODEL")
-    if not is_local:
-        # a name on the hub is one word, or owner/name
-        in_a_folder = "/" in model and path.parent.is_dir()
-        if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or in_a_folder:
-            usage_error(f"no folder {model}", "MODEL")
+    if not is_local and (path.exists() or not is_name):
+        usage_error(f"no folder {model}", "MODEL")
     try:
         if not is_local:
             _check_on_hub(model)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flexmask.settings import PrefillSettings
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a transformers model, or its name on the hub.")]
+Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")]
 _FLAGS = ("method", "gamma", "min_budget", "dense_below")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexmask.integrations.huggingface.model_config import configure
 from flexmask.integrations.huggingface.context_manager import sparse_prefill
+from flexmask.integrations.huggingface.model_config import configure
 from flexmask.integrations.huggingface.registration import register
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings

@@ -15,10 +15,10 @@ from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import by_head_dim, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
-from flexmask.integrations.huggingface.mask import GeometryMask, ForwardPass
+from flexmask.integrations.huggingface.mask import ForwardPass, GeometryMask
 from flexmask.integrations.huggingface.model_config import settings_for
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.scope import is_scoped, module_of, remembered, scope_of
+from flexmask.integrations.huggingface.scope import is_scoped, module_of, remember, scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.method import Method
@@ -39,7 +39,7 @@ def serve(
             raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
         # the operator finds modules that are remembered, as an open scope's are
         if MODULES_ARE_CONSTANTS:
-            remembered(module)
+            remember(module)
         if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
             return _outside_the_graph(module, inputs, tokens, mask, segments)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple

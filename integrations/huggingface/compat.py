@@ -13,7 +13,7 @@ from transformers import Pipeline, PreTrainedModel, masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
 from transformers.masking_utils import sliding_window_causal_mask_function as window_function
 
-from flexmask._torch import is_fake, is_traced
+from flexmask._torch import is_traced
 
 _Kind = TypeVar("_Kind")
 _HEADS = ("num_heads", "num_attention_heads", "num_q_heads", "n_heads", "n_head")  # attributes of attention modules
@@ -130,14 +130,6 @@ def check_servable(model: PreTrainedModel) -> None:
         raise refusal(f"{name}, a model with chunked attention (config.layer_types)", SDPA)
     if getattr(config, "output_attentions", False):
         raise refusal(f"{name}, a config with output_attentions", EAGER)
-
-
-def check_in_one_process(model: PreTrainedModel, function: str) -> None:
-    """Raise NotImplementedError for a model under tensor parallelism, ValueError for one of fake tensors."""
-    if any(is_fake(parameter) for parameter in model.parameters()):
-        raise ValueError(f"{function} needs a model with values; got one of fake tensors (FakeTensorMode)")
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        raise NotImplementedError(f"{function} does not serve a model spread over processes; load it on one, or with device_map")
 
 
 def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:

@@ -17,11 +17,11 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 
 from flexmask.environment import one_line
 from flexmask.integrations.huggingface.attention import attention
-from flexmask.integrations.huggingface.call import Plans, LayerCall
+from flexmask.integrations.huggingface.call import LayerCall, Plans
 from flexmask.integrations.huggingface.compat import learned_positions, text_config
+from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.huggingface.mask import GeometryMask, geometry_mask
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.huggingface.scope import scope_of
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
@@ -156,7 +156,7 @@ def _follow(model: PreTrainedModel, run: PrefillRun, forecaster: _Forecaster, ar
     """Run the forward on the meta device; return what it raised."""
     # functions without state, which stay
     AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _mask_without_padding)
+    AttentionMaskInterface.register(_NAME, lambda **arguments: geometry_mask(**arguments | {"attention_mask": None}))
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
     try:
         with opened(model, run, forecaster) as scope, torch.no_grad():
@@ -172,7 +172,3 @@ def _follow(model: PreTrainedModel, run: PrefillRun, forecaster: _Forecaster, ar
 
 def _is_refusal(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) and "flexmask" in str(error)
-
-
-def _mask_without_padding(**arguments: Any) -> Any:
-    return geometry_mask(**arguments | {"attention_mask": None})

@@ -30,19 +30,18 @@ class GivenBounds:
     """The sequences of `cu_seq_lens_q` and `cu_seq_lens_k`, read once per forward."""
 
     def __init__(self) -> None:
-        self._of: tuple[object, object] | None = None
-        self._segments: Segments = ()
+        self._read: tuple[Tensor, Tensor, Segments] | None = None
 
     def segments(self, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, tokens: int) -> Segments:
         """The sequences of a pack of `tokens` tokens. Raises TypeError or ValueError for bounds that do not fit."""
-        if self._of is None or self._of[0] is not cu_seq_lens_q or self._of[1] is not cu_seq_lens_k:
+        if self._read is None or self._read[0] is not cu_seq_lens_q or self._read[1] is not cu_seq_lens_k:
             try:
-                self._segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
+                segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
             except (TypeError, ValueError) as error:
                 # transformers' names
                 raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_lens_")) from None
-            self._of = (cu_seq_lens_q, cu_seq_lens_k)
-        return self._segments
+            self._read = (cu_seq_lens_q, cu_seq_lens_k, segments)
+        return self._read[2]
 
 
 class PackedCheck:

@@ -106,8 +106,9 @@ class NoteForward:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _of_copy, (self.name,)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register_name(self.name)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if is_traced():
@@ -119,11 +120,6 @@ class NoteForward:
         scope = scope_of(module)
         if scope is not None:
             scope.run.note_forward()
-
-
-def _of_copy(name: str) -> NoteForward:
-    register_name(name)
-    return NoteForward(name)
 
 
 def _warn_of_wrappers() -> None:

@@ -110,30 +110,22 @@ def latest(scopes: Sequence[Scope]) -> Scope:
 
 
 def module_of(number: int) -> nn.Module:
-    """The module of an id, which `remembered` has remembered or an open scope."""
+    """The module of an id, which `remember` or an open scope keeps."""
     module: nn.Module = _PARTS[number].part()
     return module
 
 
-def _remember(module: nn.Module) -> int:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
+def remember(module: nn.Module) -> None:
+    """Let `module_of` find a module; runs while torch.compile traces. Torch before 2.13 passes no modules."""
     entry_of(module)
-    return id(module)
-
-
-# runs while torch.compile traces; torch before 2.13 passes no modules
-remembered: Callable[[nn.Module], int] = torch.compiler.assume_constant_result(_remember)
-
-
-def scoped_name(own: str | None) -> str:
-    """The name of a block's attention, which holds that of the model's own."""
-    # transformers takes every name with "flash" for one of its own kernels
-    return _PREFIX + (own or "").swapcase()
 
 
 def block_name(config: Any) -> str:
-    """The name that a block writes into a config: the one that is there if flexmask serves it."""
+    """The name that a block writes into a config: the one that is there if flexmask serves it, else one that holds it."""
     own = config._attn_implementation
-    return own if own == NAME or is_scoped(config) else scoped_name(own)
+    # transformers takes every name with "flash" for one of its own kernels
+    return own if own == NAME or is_scoped(config) else _PREFIX + (own or "").swapcase()
 
 
 def is_scoped(config: Any) -> bool:

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from flexmask._torch import is_fake
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface.call import LayerCall
-from flexmask.integrations.huggingface.compat import check_in_one_process, input_device, unwrapped
-from flexmask.integrations.huggingface.model_config import model_settings
+from flexmask.integrations.huggingface.compat import input_device, unwrapped
 from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.inspect.attention_held import HeldAttention
 from flexmask.integrations.inspect.page import write_report
 from flexmask.integrations.record import PrefillRun
@@ -56,10 +58,15 @@ class Inspection:
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
         shown = [{"layer": x.layer, "head": x.head, "why": x.why, "attention_kept": x.attention_kept} for x in self.heads]
-        figures = {"about": self.about, "settings": self.run.settings.to_dict(), "summary": self.run.summary().to_dict()}
-        return finite(
-            {**figures, "shown": shown, "held": {str(layer): x for layer, x in self.held.items()}, "rows": self.run.rows()}
-        )
+        figures = {
+            "about": self.about,
+            "settings": self.run.settings.to_dict(),
+            "summary": self.run.summary().to_dict(),
+            "shown": shown,
+            "held": {str(layer): shares for layer, shares in self.held.items()},
+            "rows": self.run.rows(),
+        }
+        return finite(figures)
 
 
 def inspect_prefill(
@@ -116,7 +123,7 @@ def inspect_prefill(
     if callable(used.method):
         raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
     ids = _one_prompt(input_ids)
-    check_in_one_process(inner, "inspect_prefill")
+    _check_in_one_process(inner)
     device = input_device(inner)
 
     def prefill(run: PrefillRun, serve: Callable[[LayerCall], Tensor]) -> None:
@@ -133,9 +140,15 @@ def inspect_prefill(
     prefill(PrefillRun(used, collect_stats=False), compared)
     shown = tuple(ShownHead(*head, why, *compared.maps[head], rows[head], used.block_size) for head, why in chosen.items())
     held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
-    about = {"model": type(inner).__name__, "tokens": int(ids.shape[1]), "device": device_name(device)}
-    about |= {"dtype": str(inner.dtype).removeprefix("torch."), "torch": torch.__version__}
-    return Inspection(run, shown, held, {**about, "transformers": transformers.__version__})
+    about = {
+        "model": type(inner).__name__,
+        "tokens": int(ids.shape[1]),
+        "device": device_name(device),
+        "dtype": str(inner.dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return Inspection(run, shown, held, about)
 
 
 def shown_heads(
@@ -161,6 +174,16 @@ def shown_heads(
         for head in heads:
             shown.setdefault(head, why)
     return shown
+
+
+def _check_in_one_process(model: PreTrainedModel) -> None:
+    """Raise NotImplementedError for a model under tensor parallelism, ValueError for one of fake tensors."""
+    if any(is_fake(parameter) for parameter in model.parameters()):
+        raise ValueError("inspect_prefill needs a model with values; got one of fake tensors (FakeTensorMode)")
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        raise NotImplementedError(
+            "inspect_prefill does not serve a model spread over processes; load it on one, or with device_map"
+        )
 
 
 def _one_prompt(input_ids: Any) -> Tensor:

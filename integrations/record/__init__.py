@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask._torch import is_fake, is_traced
+from flexmask._torch import is_fake
 from flexmask.base.checks import check_int, plain_number
 from flexmask.integrations.record.calls import MOST_REASONS, LayerTotals, RecordedCall, rows_by_head
 from flexmask.integrations.record.calls import CallSize as CallSize
@@ -96,19 +95,18 @@ class PrefillRun:
         layer: int,
         stats: SelectionStats | None,
         mask: BlockMask | None,
-        reason: str | None = None,
-        forward_pass: object = None,
-        size: CallSize = CallSize(),  # noqa: B008  # immutable
+        reason: str | None,
+        forward_pass: object,
+        size: CallSize,
     ) -> None:
         """Note one prefill call of one layer, without reading a tensor; of fake ones only the reason.
 
         Calls with the same `forward_pass`, that of their `GeometryMask`, belong to one prefill: packed sequences, and repeated
         calls of a layer (DiffLlama, HRM).
         """
-        if stats is not None and not is_traced() and is_fake(stats.density):
+        if stats is not None and is_fake(stats.density):
             stats = mask = None
-        # in a compiled forward a lock would break the graph
-        with nullcontext() if is_traced() else self._lock:
+        with self._lock:
             self._called.add(layer)
             if reason is None:
                 self._sparse.add(layer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,7 @@ class CallSize(NamedTuple):
 class RecordedCall(NamedTuple):
     stats: SelectionStats
     reason: str | None  # for running dense
-    prefill: int  # from 0
+    prefill: int  # its number, from 0
     size: CallSize
 
 
@@ -73,19 +74,19 @@ def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> li
     for layer, recorded in sorted(calls.items()):
         for stats, reason, prefill, size in recorded:
             numbers = {name: copies[id(getattr(stats, name))].tolist() for name in TENSORS}
-            for batch in range(stats.density.shape[0]):
-                for head in range(stats.density.shape[1]):
-                    statistics = {name: values[batch][head] for name, values in numbers.items()}
-                    is_dense, is_query_aware = statistics.pop("dense_heads"), statistics.pop("is_query_aware")
+            for batch, head in itertools.product(*map(range, stats.density.shape)):
+                statistics = {name: values[batch][head] for name, values in numbers.items()}
+                is_dense, is_query_aware = statistics.pop("dense_heads"), statistics.pop("is_query_aware")
+                if stats.dense:
+                    pattern = "dense"
+                elif math.isnan(statistics["js_distance"]):
+                    pattern = method
+                else:
                     pattern = "query-aware" if is_query_aware else "vertical-slash"
-                    if stats.dense:
-                        pattern = "dense"
-                    elif statistics["js_distance"] != statistics["js_distance"]:  # NaN
-                        pattern = method
-                    place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
-                    lengths = {"q_len": size.q_len, "kv_len": size.kv_len}
-                    why = DENSE_HEAD if reason is None and is_dense else reason
-                    rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": why})
+                place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
+                lengths = {"q_len": size.q_len, "kv_len": size.kv_len}
+                why = DENSE_HEAD if reason is None and is_dense else reason
+                rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": why})
     return rows
 
 
