@@ -181,4 +181,5 @@ def on_cuda(options, kernel):
     """In bfloat16, compiled and with CUDA graphs; memory for several engines."""
     backend = kernel if options is None else "CUSTOM"
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
-    return ON_CUDA, {"dtype": "bfloat16", "attention_backend": backend, **memory}
+    # gated delta nets without FlashInfer's kernels
+    return ON_CUDA, {"dtype": "bfloat16", "attention_backend": backend, "gdn_prefill_backend": "triton", **memory}

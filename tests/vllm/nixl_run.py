@@ -43,7 +43,13 @@ def server(device, role, options=None):
         seed=0,
         # each answer comes from pages that were handed over, or is prefilled anew
         enable_prefix_caching=False,
-        kv_transfer_config={"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": device},
+        kv_transfer_config={
+            "kv_connector": "NixlConnector",
+            "kv_role": role,
+            "kv_buffer_device": device,
+            # the connector compares the names of backends: CUSTOM and FLASH_ATTN have one layout of pages
+            "kv_connector_extra_config": {"enforce_handshake_compat": False},
+        },
         additional_config={} if options is None else {"flexmask": options},
         **given,
     )

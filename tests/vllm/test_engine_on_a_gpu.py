@@ -79,14 +79,29 @@ def test_requests_compile_nothing(name, run):
     assert run(name)["compiled_by_requests"] == 0
 
 
-@pytest.mark.parametrize("name", MIXTURES)
+# the attention of Nemotron-H and Granite 4 is stock on a GPU
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name not in ("nemotron", "granite")])
 def test_a_mixture_s_attention_is_the_stock_backend_s_or_the_adapter_s(name, run, written):
     """By a command: ``python -m tests.vllm.engine_run qwen3_next cuda OUT``."""
     stock, ours, half = (run(f"{name}{kind}") for kind in ("_stock", "", "_half"))
     for asked in ("chunks", "longer"):
-        assert summary(differences(stock[asked], ours[asked]))["mean"] < 0.05
+        rounding, changed = (summary(differences(stock[asked], each[asked]))["mean"] for each in (ours, half))
+        assert rounding < changed / 3
     theirs = written("adapter_run", name, "cuda", str(half["page_sizes"][0]))
     assert_a_mixture_s(
         stock["chunks"][0], half["chunks"][0], *(theirs[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
     )
     assert ours["counters"]["sparse"] > 1700
+
+
+@over_two
+def test_a_stock_server_decodes_from_pages_that_nixl_moves(written):
+    """By a command: ``python -m tests.vllm.nixl_run cuda OUT``. In bfloat16 the planted fault is no larger than rounding."""
+    pytest.importorskip("nixl")
+    found = written("nixl_run", "cuda")
+
+    def mean(one, other):
+        return summary(differences(found[one], found[other]))["mean"]
+
+    assert mean("handed", "prefills") < mean("stock", "prefills") / 3
+    assert mean("handed_at_one", "stock") < mean("handed", "stock") / 3
