@@ -66,5 +66,8 @@ TABLES = {
     "vllm-first-tokens": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **_H100)),
     "vllm-chunks": lambda folder: first_tokens(vllm_rows(folder, "first_seconds", **{**_H100, "run": IN_CHUNKS})),
     "vllm-load": lambda folder: loads(vllm_rows(folder, "rate", **{**_H100, "run": "nearest keys, under load"})),
+    "vllm-under-load": lambda folder: loads(
+        vllm_rows(folder, "rate", device="NVIDIA H200", vllm="0.33.0", run="nearest keys, under load")
+    ),
     "vllm-at-once": lambda folder: throughput(vllm_rows(folder, "tokens_per_second", **_H100)),
 }
