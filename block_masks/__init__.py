@@ -1,4 +1,4 @@
-"""Mask generators, most of them one per file. Importing this package fills the table of methods."""
+"""Mask functions, most of them one per file. Importing this package fills the table of methods."""
 
 from __future__ import annotations
 

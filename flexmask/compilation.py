@@ -24,7 +24,7 @@ from flexmask._torch import (
     without_function_modes,
 )
 from flexmask.base.inputs import AttentionInputs
-from flexmask.said import first_time
+from flexmask.logged_once import first_time
 
 _log = logging.getLogger("flexmask")
 

@@ -12,7 +12,7 @@ from flexmask._torch import is_traced
 from flexmask.base.checks import GRADIENT_DIMS, HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.dense import sdpa_serves
-from flexmask.said import first_time
+from flexmask.logged_once import first_time
 
 _log = logging.getLogger("flexmask")
 # tokens of kv_len (docs/performance.md)
@@ -28,7 +28,7 @@ class DensePolicy(NamedTuple):
     least_rows: int = 2
     dense_layers: tuple[int, ...] = ()
 
-    def by_size(self, q_len: int, tokens: int) -> str | None:
+    def size_reason(self, q_len: int, tokens: int) -> str | None:
         """Reason why `q_len` rows at the end of `tokens` run dense, if they do."""
         if tokens < self.dense_below:
             return f"{tokens} tokens < dense_below {self.dense_below}"
@@ -36,11 +36,11 @@ class DensePolicy(NamedTuple):
             return f"{q_len} rows < {self.least_rows}"
         return None
 
-    def by_selection(self, keeps_every_block: list[bool]) -> str | None:
+    def selection_reason(self, keeps_every_block: list[bool]) -> str | None:
         """Reason why a selection has nothing to drop, if it has none."""
         return "every head keeps every block" if self.dense_below > 0 and all(keeps_every_block) else None
 
-    def by_layer(self, layer: int, window: int | None) -> str | None:
+    def dense_layer_reason(self, layer: int, window: int | None) -> str | None:
         """Reason why a layer runs dense at any length, if it does."""
         if layer in self.dense_layers:
             return "in dense_layers"
@@ -49,7 +49,7 @@ class DensePolicy(NamedTuple):
         return None
 
 
-def by_head_dim(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str | None:
+def head_dim_reason(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str | None:
     """Reason why heads of these sizes run dense, if they do: no mask is made for them."""
     for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if needs_grad and size in HEAD_DIMS and size > GRADIENT_DIMS:

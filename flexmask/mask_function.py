@@ -1,4 +1,4 @@
-"""Mask generators, and the decorator that makes a method of a function."""
+"""Mask functions, and the decorator that makes a method of a function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGEST_MASK_BYTES = 16 * 2**30
 
 
 class MaskFunction(Protocol):
-    """A generator of BlockMasks; its options are the method's own, by position or name."""
+    """A mask function: from query and key to a BlockMask; its options are the method's own, by position or name."""
 
     __name__: str
     method: type[Method]
@@ -58,7 +58,7 @@ class MaskFunction(Protocol):
 
 
 def mask_function(name: str, cls: type[Method]) -> MaskFunction:
-    """The generator of a method's BlockMasks, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
+    """The mask function of a method, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
 
     ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` is checked as `flexmask.flexprefill_mask`, has the
     class's docstring, and the class as its attribute ``method``.
@@ -138,7 +138,7 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
 
 
 def method(choose: Callable[..., Any]) -> MaskFunction:
-    """Turn ``<name>_mask(problem, **options)`` into a generator of BlockMasks from query and key, and a method of that name.
+    """Turn ``<name>_mask(problem, **options)`` into a mask function of query and key, and a method of that name.
 
     Parameters
     ----------

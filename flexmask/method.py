@@ -48,9 +48,10 @@ class Method:
     """A method with its options, which are checked when it is made; numbers by head only by `for_inputs`.
 
     A subclass is a dataclass too. Its fields are the options, `count`, `share` and `word` check them, and their types say how
-    `select` finds them: float and ByHead as numbers for kernels, for plain steps as tensors in `widest_float`, 0-d and
-    (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2) tensors; others as they are, compile-time constants. A
-    field of pairs may name in its metadata, as ``"default_by_heads"``, the function of num_heads that replaces None.
+    `select` finds them: for kernels a float, and a ByHead of one number, as numbers, other ByHead as (num_heads,) tensors; for
+    plain steps both as tensors in `widest_float`, 0-d and (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2)
+    tensors; others as they are, compile-time constants. A field of pairs may name in its metadata, as ``"default_by_heads"``, the
+    function of num_heads that replaces None.
     `flexmask.mask_function.mask_function` enters the class into `METHODS` and sets what depends on its fields.
     """
 

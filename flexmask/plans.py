@@ -189,9 +189,10 @@ def plan_call(
     policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
     is_causal = has_causal_kernel(inputs)
     heads_may_be_dense = is_causal and policy.dense_below > 0 and not return_lse
-    of_size = None if at_any_length else policy.by_size(inputs.query.shape[2], inputs.key.shape[2])
-    of_layer = None if layer is None else policy.by_layer(layer, inputs.window) or policy.by_selection(keeps_every_block)
-    reason = of_size or of_layer or (policy.by_selection(keeps_every_block) if heads_may_be_dense else None)
+    of_selection = policy.selection_reason(keeps_every_block)
+    of_size = None if at_any_length else policy.size_reason(inputs.query.shape[2], inputs.key.shape[2])
+    of_layer = None if layer is None else policy.dense_layer_reason(layer, inputs.window) or of_selection
+    reason = of_size or of_layer or (of_selection if heads_may_be_dense else None)
     if reason is not None:
         if is_causal or of_size is not None:
             return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_users)

@@ -89,14 +89,14 @@ def with_device_numbers(method: FittedMethod, query: Tensor, keep_numbers: bool)
         if keep_numbers and isinstance(value, float):
             continue
         if not isinstance(value, Tensor):
-            value = _written(query.device, value, (query.shape[1],) if name in method.by_head else ())
+            value = _on_device(query.device, value, (query.shape[1],) if name in method.by_head else ())
         if query.is_cuda and not keep_numbers and not is_traced():
             keep_static(value)
         tensors[name] = value
     return method.with_options(**tensors)
 
 
-def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
+def _on_device(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> Tensor:
     """A number, filled into `shape`, or a tuple of numbers; the host does not wait."""
     dtype = widest_float(device)
     if not isinstance(value, tuple):
@@ -104,4 +104,4 @@ def _written(device: torch.device, value: Any, shape: tuple[int, ...] = ()) -> T
     if device.type == "cuda" and not is_traced() and not torch.cuda.is_current_stream_capturing():
         return torch.tensor(value, dtype=dtype).to(device, non_blocking=True)
     # a captured copy would read the host's memory again
-    return torch.stack([_written(device, part) for part in value])
+    return torch.stack([_on_device(device, part) for part in value])

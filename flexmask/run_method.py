@@ -30,8 +30,8 @@ def run_kernels(prepared: PreparedSelection, inputs: PositionedInputs, with_map:
         edges = prepared.edges or kernels.edges_of(inputs, size)
         problem = BlockProblem(inputs, size, kernels, wants_map, edges)
         if prepared.replay is None or wants_map or statistics:
-            return result_of(problem, prepared.method_for_steps, statistics)
-        lists = prepared.replay.lists(inputs, lambda: result_of(problem, prepared.method_for_steps, ()).lists)
+            return run_on_problem(problem, prepared.method_for_steps, statistics)
+        lists = prepared.replay.lists(inputs, lambda: run_on_problem(problem, prepared.method_for_steps, ()).lists)
         return Selection(lists, None, {}, size)
 
 
@@ -41,7 +41,7 @@ def run_plain(
     """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
     method, size = prepared.method_for_steps, prepared.method_for_steps.block_size
     if prepared.cut is not None:
-        return result_of(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
+        return run_on_problem(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
     if method.is_users:
         return plain_result(inputs, size, method, statistics, end)
     fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
@@ -79,10 +79,10 @@ def plain_result(
     inputs: PositionedInputs, block_size: int, method: Method, statistics: tuple[str, ...], end: Tensor | None
 ) -> Selection:
     """Cut a call into blocks and run a method on it, as torch compiles both."""
-    return result_of(cut_into_blocks(inputs, block_size, plain, end), method, statistics)
+    return run_on_problem(cut_into_blocks(inputs, block_size, plain, end), method, statistics)
 
 
-def result_of(problem: BlockProblem, method: Method, statistics: tuple[str, ...]) -> Selection:
+def run_on_problem(problem: BlockProblem, method: Method, statistics: tuple[str, ...]) -> Selection:
     """Run a method, and compute the wanted statistics."""
     choice = method.select(problem)
     if not isinstance(choice, Choice):

@@ -162,7 +162,7 @@ def sparse_attention_varlen(
         chosen_backend(backend, pack, block_size, return_lse, lists_only=not chosen.is_users)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
-    reasons = [policy.by_size(segment.q_len, segment.kv_len) for segment in filled]
+    reasons = [policy.size_reason(segment.q_len, segment.kv_len) for segment in filled]
     short = [segment for segment, reason in zip(filled, reasons, strict=True) if reason is not None]
     for segment, reason in zip(filled, reasons, strict=True):
         notice_dense(reason, segment.q_len)

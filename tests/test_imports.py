@@ -14,7 +14,7 @@ INDEX = "flexmask"
 INDICES = (INDEX, "integrations.huggingface")
 # a folder or module imports from those before it only
 ORDER = (
-    "_torch", "said", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
+    "_torch", "logged_once", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
     "stats", "users_mask", "option_fields", "method", "dense_policy", "call_options", "prepared_selection", "run_method",
     "selection_operator", "select", "mask_function", "block_masks",
     "attend", "plans", INDEX, "attention", "varlen", "warming", "json_settings", "layer_heads", "settings", "environment",
@@ -22,7 +22,7 @@ ORDER = (
 )  # fmt: skip
 # and these from no others
 BELOW: dict[str, set[str]] = {
-    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation", "said"},
+    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation", "logged_once"},
     "export": {"_torch", "base", "flex", "plain"}, "plot": {"base"},
     "block_masks": {"_torch", "base", "kernels", "mask_function", "method", "plain"},
 }  # fmt: skip

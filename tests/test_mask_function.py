@@ -1,4 +1,4 @@
-"""The decorator `method`: a function that keeps blocks becomes a mask generator in METHODS."""
+"""The decorator `method`: a function that keeps blocks becomes a mask function and a method in METHODS."""
 
 import copy
 import functools

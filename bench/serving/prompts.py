@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bench.fidelity.texts import read
 from bench.prompts.models import SHAPES, shape_config
+from bench.speed import random_blocks as random_blocks  # registers its method
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,7 @@ def of_prompt(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, mi
     Rounds that would take more than the minutes are left out; if one would, the prompt is refused.
     """
     ids, length, layers = ids.to(model.device), ids.shape[1], len({layer.layer_idx for layer in _layers(model)})
-    too_short = settings.call_options.policy.by_size(length, length)
+    too_short = settings.call_options.policy.size_reason(length, length)
     if too_short:
         remark_if_short(output, settings, length)
         measured = {"tokens": length, "layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}

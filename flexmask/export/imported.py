@@ -26,7 +26,7 @@ def from_block_map(
     attention_mask: Tensor | None = None,
     q_offset: int | None = None,
 ) -> BlockMask:
-    """The BlockMask of another selector's map, under causality, a window and padding.
+    """The BlockMask of a map that other code selected, under causality, a window and padding.
 
     The checks read values on the host.
 
@@ -100,7 +100,7 @@ def from_index_list(
     attention_mask: Tensor | None = None,
     q_offset: int | None = None,
 ) -> BlockMask:
-    """The BlockMask of another selector's lists, in any order; see `from_block_map`, which checks what they keep.
+    """The BlockMask of lists that other code selected, in any order; see `from_block_map`, which checks what they keep.
 
     Parameters
     ----------

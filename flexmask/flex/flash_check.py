@@ -19,7 +19,7 @@ from flexmask.base.selection import BlockLists
 from flexmask.flex.flash import flash_attention
 from flexmask.flex.flash_problem import FlashCall, exact_attention, flash_problem, normal_numbers
 from flexmask.flex.run import run_flex_attention
-from flexmask.said import first_time
+from flexmask.logged_once import first_time
 
 _log = logging.getLogger("flexmask")
 # absolute and relative, of outputs around 1; a wrong block changes them by about 1

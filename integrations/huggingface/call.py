@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexmask._torch import MODULES_ARE_CONSTANTS, is_exporting, is_traced
 from flexmask.attend import Attended
 from flexmask.base.inputs import AttentionInputs, without_autocast
-from flexmask.dense_policy import by_head_dim, notice_dense
+from flexmask.dense_policy import head_dim_reason, notice_dense
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.mask import ForwardPass, GeometryMask
@@ -159,7 +159,8 @@ class LayerCall(NamedTuple):
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         policy = self.settings.call_options.policy
-        return by_head_dim(query.shape[3], value.shape[3], self.inputs.needs_grad) or policy.by_size(query.shape[2], self.tokens)
+        of_heads = head_dim_reason(query.shape[3], value.shape[3], self.inputs.needs_grad)
+        return of_heads or policy.size_reason(query.shape[2], self.tokens)
 
 
 def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:

@@ -32,7 +32,7 @@ class LayerSummary:
     reasons
         Calls by the reason for running dense.
     density
-        Share of the causal query-key pairs that the masks keep: mean over calls weighted by their pairs. Dense calls, which have
+        Kept share of the visible blocks: mean over calls weighted by their query-key pairs. Dense calls, which have
         no mask, count as 1; heads `served_densely` count by their mask, as in `flexmask.SelectionStats`.
     coverage, row_coverage
         Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in

@@ -48,7 +48,7 @@ class Engine:
         the rank that logs.
         """
         policy = policy or self.options.policy
-        reason = policy.by_size(*largest)
+        reason = policy.size_reason(*largest)
         if reason is not None:
             stock = Stock(f"the largest call: {reason}")
             self.roles = {name: stock if isinstance(role, SparseLayer) else role for name, role in self.roles.items()}

@@ -10,7 +10,7 @@ import torch
 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.call_options import CallOptions
-from flexmask.dense_policy import by_head_dim
+from flexmask.dense_policy import head_dim_reason
 from flexmask.method import Method
 from flexmask.settings import PrefillSettings, with_heads
 
@@ -93,7 +93,7 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
     Raises TypeError or ValueError for options of another number of heads, and for a method that cannot serve the layer.
     """
     call_options = settings.call_options
-    reason = by_head_dim(shape.head_dim, shape.v_head_dim) or call_options.policy.by_layer(number, shape.window)
+    reason = head_dim_reason(shape.head_dim, shape.v_head_dim) or call_options.policy.dense_layer_reason(number, shape.window)
     if reason is not None:
         return Stock(reason)
     method = with_heads(settings.layer_method(number), shape.num_heads * ranks, f"layer {number}: ")
@@ -103,5 +103,5 @@ def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, ran
         method=method.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options,
     )
-    reason = call_options.policy.by_selection(layer.keeps_every_block_by_head(layer.method))
+    reason = call_options.policy.selection_reason(layer.keeps_every_block_by_head(layer.method))
     return layer if reason is None else Stock(reason)

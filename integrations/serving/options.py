@@ -13,7 +13,7 @@ from flexmask.integrations.serving.layers import LayerShape
 from flexmask.settings import PrefillSettings, effective_settings
 
 _FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
-LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/serving.md)
+LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/design.md)
 _PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
 # what an engine's front end has read of them, among the parameters that it hands on; a request that sends this name is refused
@@ -170,6 +170,6 @@ def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
         shape = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0)
         kept = shape.keeps_every_block_by_head(method)
         of_ranks = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
-        if any(map(policy.by_selection, of_ranks)):
+        if any(map(policy.selection_reason, of_ranks)):
             return number
     return None

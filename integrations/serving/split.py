@@ -25,8 +25,8 @@ class StepRequests(NamedTuple):
 class StockSpan(NamedTuple):
     """Neighbouring requests for one call of the engine's kernel."""
 
-    first: int  # request
-    last: int  # exclusive
+    first_request: int
+    end_request: int  # exclusive
     start: int  # rows
     stop: int
 
@@ -53,14 +53,14 @@ def split_step(requests: StepRequests, policy: DensePolicy) -> StepSplit:
             continue
         prefills = rows > 1 if requests.is_prefilling is None else requests.is_prefilling[index]
         options = (requests.options[index] if index < len(requests.options) else None) or RequestOptions()
-        if prefills and not options.dense and seq_len >= rows and policy.by_size(rows, seq_len) is None:
+        if prefills and not options.dense and seq_len >= rows and policy.size_reason(rows, seq_len) is None:
             prompt_len = int(prompt_lens[index]) if index < len(prompt_lens) else None
             sparse.append(SparseRequest(index, start, stop, seq_len, prompt_len, options.gamma))
             sparse_tokens += rows
             continue
         dense_tokens += rows if prefills else 0
         if stock and stock[-1].stop == start:
-            stock[-1] = stock[-1]._replace(last=index + 1, stop=stop)
+            stock[-1] = stock[-1]._replace(end_request=index + 1, stop=stop)
         else:
             stock.append(StockSpan(index, index + 1, start, stop))
     return StepSplit(tuple(sparse), tuple(stock), sparse_tokens, dense_tokens)

@@ -53,7 +53,7 @@ def make_backend(runner: Any) -> Any:
     engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)
     if not engine.sparse_layers:
         return stock
-    follow_requests(engine.requested, engine.prompt_lens)
+    follow_requests(engine.options_by_id, engine.prompt_lens_by_id)
     # every stage of pipeline parallelism sees every token
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()

@@ -85,8 +85,8 @@ class SGLangEngine(Engine):
         super().__init__(options, _log)
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self.requested: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
-        self.prompt_lens: dict[str, int] = {}  # tokens of the prompts of a batch, by the request's id
+        self.options_by_id: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
+        self.prompt_lens_by_id: dict[str, int] = {}  # tokens of the prompts of a batch, by the request's id
         self.step: Step | None = None  # the present one; None: all of it runs stock
         self.counted: StepSplit | None = None  # its split if it is counted: dummy ones, before the first request, are not
         # it makes the plan of a batch's slots, which stock kernels read
@@ -132,9 +132,9 @@ class SGLangEngine(Engine):
         rows, cached = lengths
         reason = None if is_dummy else step_reason(forward_batch)
         names, tokens = forward_batch.rids or (), [*map(add, rows, cached)]
-        requested = [self.requested.get(name) for name in names]
-        prompt_lens = [max(self.prompt_lens.get(name, 0), so_far) for name, so_far in zip(names, tokens, strict=False)]
-        requests = StepRequests([0, *accumulate(rows)], tokens, options=requested, prompt_lens=prompt_lens)
+        options = [self.options_by_id.get(name) for name in names]
+        prompt_lens = [max(self.prompt_lens_by_id.get(name, 0), so_far) for name, so_far in zip(names, tokens, strict=False)]
+        requests = StepRequests([0, *accumulate(rows)], tokens, options=options, prompt_lens=prompt_lens)
         split = self.split(requests, reason)
         self.counted = None if is_dummy else split
         if split.sparse:
@@ -151,18 +151,18 @@ class SGLangEngine(Engine):
         return None if any(scale is None for scale in scales) else scales
 
 
-def follow_requests(requested: dict[str, RequestOptions], prompt_lens: dict[str, int]) -> None:
+def follow_requests(options_by_id: dict[str, RequestOptions], prompt_lens_by_id: dict[str, int]) -> None:
     """Make SGLang fill both, by request id, with the options and the prompts' lengths of the requests of each batch."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def tell(made: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
-        requested.clear()
-        prompt_lens.clear()
+        options_by_id.clear()
+        prompt_lens_by_id.clear()
         for request in batch.reqs or ():
-            prompt_lens[request.rid] = len(request.origin_input_ids)
+            prompt_lens_by_id[request.rid] = len(request.origin_input_ids)
             options = decoded_options(request.sampling_params.custom_params)
             if options is not None:
-                requested[request.rid] = options
+                options_by_id[request.rid] = options
 
     HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", tell)
     HookRegistry.apply_hooks()

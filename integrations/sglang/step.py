@@ -65,7 +65,7 @@ def step_of(forward_batch: Any, split: StepSplit, lengths: Lengths, req_to_token
     sparse = tuple((x, slots_of(req_to_token, indices, x.batch_index, x.cached_len)) for x in split.sparse)
     if not split.stock:
         return Step(split, sparse, None, None, lengths)
-    requests = list(chain.from_iterable(range(span.first, span.last) for span in split.stock))
+    requests = list(chain.from_iterable(range(span.first_request, span.end_request) for span in split.stock))
     if len(split.stock) == 1:
         rows: slice | Tensor = slice(split.stock[0].start, split.stock[0].stop)
     else:

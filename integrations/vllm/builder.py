@@ -127,9 +127,13 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         def rows(part: SparseRequest | StockSpan) -> slice:
             return slice(part.start - first_row, part.stop - first_row)
 
-        behind = [x._replace(first=max(x.first, first), start=max(x.start, first_row)) for x in split.stock if x.last > first]
+        behind = [
+            x._replace(first_request=max(x.first_request, first), start=max(x.start, first_row))
+            for x in split.stock
+            if x.end_request > first
+        ]
         spans = behind if split.sparse else []  # else the metadata of all rows serves
-        slices = [UBatchSlice(slice(x.first, x.last), slice(x.start, x.stop)) for x in spans]
+        slices = [UBatchSlice(slice(x.first_request, x.end_request), slice(x.start, x.stop)) for x in spans]
         parts = map(self.flexmask_part, split_attn_metadata(slices, common) if slices else ())
         stock = tuple(zip(map(rows, spans), parts, strict=True))
         pages = common.block_table_tensor

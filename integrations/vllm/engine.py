@@ -33,7 +33,7 @@ _WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # beginnings of the ids of the requ
 
 
 def refuse_server(vllm_config: Any) -> None:
-    """Raise ValueError for a server that is not served at all, by name."""
+    """Raise ValueError for a server with an option that flexmask refuses, which it names."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name)
@@ -146,9 +146,9 @@ class VLLMEngine(Engine):
         # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
             self.roles[name] = Stock("its backend shows layers other requests")
-        # Nemotron-H beside other requests ended in an invalid token id (vLLM 0.33, H200); on CPUs it runs
+        # no run on a GPU came to its end (docs/serving-measurements.md)
         elif device.type == "cuda" and states & {"MAMBA1", "MAMBA2"}:
-            self.roles[name] = Stock("beside Mamba layers, with which flexmask failed on a GPU")
+            self.roles[name] = Stock("beside Mamba layers, with which flexmask was not run on a GPU")
         layer.impl.flexmask.assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:
@@ -178,14 +178,14 @@ _ENGINES: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 def engine_of(vllm_config: Any) -> VLLMEngine:
     """The engine of a configuration, made at the first call; a draft's copy shares the registry of layers, its identity."""
     with _LOCK:
-        engine = made_engine(vllm_config)
+        engine = existing_engine(vllm_config)
         if engine is None:
             engine = VLLMEngine(vllm_config)
             _ENGINES.add(engine)
         return engine
 
 
-def made_engine(vllm_config: Any) -> VLLMEngine | None:
+def existing_engine(vllm_config: Any) -> VLLMEngine | None:
     """The engine of a configuration, if it was made: one without our backend has none."""
     layers = vllm_config.compilation_config.static_forward_context
     return next((each for each in _ENGINES if each.layers is layers), None)
@@ -210,7 +210,7 @@ def follow_requests(vllm_config: Any) -> None:
 
     def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         batch = stock(runner, scheduler_output, *arguments, **options)
-        engine = made_engine(runner.vllm_config)
+        engine = existing_engine(runner.vllm_config)
         if engine is not None:
             requests = scheduler_output.scheduled_new_reqs
             new = {x.req_id: decoded_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}

@@ -1,4 +1,4 @@
-"""Every method of the gallery by its definition, in plain loops and float64.
+"""Every method by its definition, in plain loops and float64.
 
 A definition takes a `Call`, a head, a query block and the method's options. It returns the kept key blocks, before own blocks
 are added and invisible ones dropped, and the margin: the relative distance of the closest decision from the other side. Only

@@ -1,4 +1,4 @@
-"""Options of the gallery's methods, their docstrings, and the table of methods with its exports, files and README."""
+"""Options of the methods, their docstrings, and the table of methods with its exports, files and README."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Other selectors' maps and lists as masks, and what is refused."""
+"""Maps and lists that other code selected as masks, and what is refused."""
 
 from functools import partial
 

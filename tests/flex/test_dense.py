@@ -7,7 +7,7 @@ from torch import Tensor
 from flexmask import SelectionStats, flexprefill_mask, sparse_attention
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import causal_mask
-from flexmask.dense_policy import CPU_BREAK_EVEN, by_head_dim
+from flexmask.dense_policy import CPU_BREAK_EVEN, head_dim_reason
 from flexmask.flex.dense import dense_attention, sdpa
 from tests.attention_calls import call, flexprefill_attention, padding
 from tests.comparisons import assert_same_attention
@@ -216,7 +216,7 @@ def test_heads_above_the_break_even_of_a_cpu_run_dense(monkeypatch):
     ],
 )  # fmt: skip
 def test_head_sizes_that_run_dense_are_named(sizes, needs_grad, said):
-    assert by_head_dim(*sizes, needs_grad=needs_grad) == said
+    assert head_dim_reason(*sizes, needs_grad=needs_grad) == said
 
 
 @pytest.mark.gpu

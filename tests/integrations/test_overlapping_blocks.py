@@ -39,6 +39,7 @@ def test_blocks_are_closed_in_any_order(model, tokens, order):
         still_open.remove(number)
         assert is_open(model) == bool(still_open)
     assert [ran_in(run) for run in runs] == expected
+    assert all(each._by_hand == [] for each in blocks)
     assert is_untouched(model)
 
 

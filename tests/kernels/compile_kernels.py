@@ -21,7 +21,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable
-from flexmask.run_method import result_of
+from flexmask.run_method import run_on_problem
 from tests.cases import Config
 
 # most entries of a small and of a medium pooled map
@@ -100,7 +100,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         inputs = AttentionInputs(query, key, None, *scores).with_offset()
         statistics = ("row_coverage",) if rich else ()
         blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
-        result_of(blocks, config.checked_method.with_options(**given), statistics)
+        run_on_problem(blocks, config.checked_method.with_options(**given), statistics)
     row = torch.empty(4, 2, head_dim, dtype=dtype)
     cache = torch.empty(2, 2, 16, 2 * head_dim, dtype=dtype)
     pages_kernel.keys_and_values(cache, PageTable(torch.arange(2, dtype=torch.int32), 20), (row, row))

@@ -74,9 +74,9 @@ def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
     assert [edge for pair in covered for edge in pair] == sorted(edge for pair in covered for edge in pair)
     assert sum(stop - start for start, stop in covered) == starts[-1]
     for span in split.stock:
-        assert (span.start, span.stop) == (starts[span.first], starts[span.last])
+        assert (span.start, span.stop) == (starts[span.first_request], starts[span.end_request])
         # vLLM's splitting needs it
-        assert rows[span.first] > 0 < rows[span.last - 1]
+        assert rows[span.first_request] > 0 < rows[span.end_request - 1]
     assert split.sparse_tokens + split.dense_tokens == sum(
         n for n, is_prefill in zip(rows, prefilling, strict=True) if is_prefill
     )

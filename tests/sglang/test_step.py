@@ -62,7 +62,7 @@ def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
 
 def test_sparse_requests_have_the_length_of_their_prompt(served):
     # of request 3 200 tokens are there: it was retracted, and prefills tokens that it had generated
-    served.engine.prompt_lens.update({"1": 900, "3": 150})
+    served.engine.prompt_lens_by_id.update({"1": 900, "3": 150})
     served.engine.begin_step(served.batch(CHUNKS, ForwardMode.MIXED))
     split = served.engine.step.split
     assert [(each.batch_index, each.prompt_len) for each in split.sparse] == [(1, 900), (3, 200)]

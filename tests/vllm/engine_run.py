@@ -51,7 +51,9 @@ def main(name: str, *device_and_out: str) -> None:
     # of this process
     results |= {"compiled_by_requests": counters["stats"]["unique_graphs"] - before, "counters": asked.counts()}
     results |= {"backends": asked.backends(), "roles": asked.roles(), "page_sizes": asked.page_sizes()}
-    results["faults"] = {each: asked.under(fault, engine.asks) for each, fault in faults() if each in engine.faults}
+    results["faults"] = {
+        each: asked.under(fault, engine.asks) for each, fault in faults(asked.page_sizes()) if each in engine.faults
+    }
     Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
@@ -191,8 +193,8 @@ class Asked(programs.Asked):
             return self.ask("odd_chunks" if "odd_chunks" in names else "chunks")
 
 
-def faults():
-    """Patches: a later chunk reads another request's page, misses the last cached token, or reads the second page twice."""
+def faults(page_sizes):
+    """Patches: a later chunk reads another request's page, misses the last cached token, or reads its second page twice."""
     import torch
 
     from flexmask.integrations.vllm import builder, pages
@@ -205,7 +207,11 @@ def faults():
         right(page_table, table, tokens)
 
     yield "another_page", patch.object(pages.PageTable, "__init__", wrong)
-    twice = lambda table, tokens: table_of(torch.cat([table[1:2], table[1:]]), tokens)  # noqa: E731
+
+    def twice(table, tokens):
+        # with one page of its own the second is no request's, and may hold states of other layers
+        return table_of(torch.cat([table[1:2], table[1:]]) if tokens > max(page_sizes) else table, tokens)
+
     yield "second_page_twice", patch.object(builder, "PageTable", twice)
     yield "offset_off_by_one", patch("flexmask.integrations.serving.engine.split_step", split_one_token_off)
 

@@ -79,7 +79,8 @@ def deepseek(folder):
     return saved(folder, "DeepseekV2", **_SHAPE, **heads, **ranks, **dense, initializer_range=0.1)
 
 
-# states of 538 kB in float32, of 270 kB in bfloat16: vLLM gives pages of attention as many bytes, 544 tokens
+# states of 538 kB in float32, of 270 kB in bfloat16: vLLM gives pages of attention as many bytes, 544 tokens (float32 states
+# beside bfloat16 keys: 1056)
 _MAMBA_HEADS = {"mamba_num_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 1, "conv_kernel": 4}
 
 

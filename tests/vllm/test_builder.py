@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of its own")
 
-from flexmask.integrations.serving.layers import Stock
-from tests.vllm.stock_steps import LAYER, MIXES, assert_stock_outputs, step_of
+from flexmask.integrations.serving.layers import SparseLayer, Stock
+from tests.vllm.stock_steps import LAYER, MIXES, StockBuilder, assert_stock_outputs, step_of
 
 
 def test_drafts_graphs_wrappers_and_stock_layers_are_not_split(parts, config, engine, caplog):
@@ -65,3 +65,17 @@ def test_a_step_of_short_rows_is_counted_without_a_list_of_requests(is_prefillin
     monkeypatch.setattr(engine, "split", None)
     split = builder.build(0, common).flexmask_step.split
     assert split.sparse == () and split.dense_tokens == by_request.sparse_tokens + by_request.dense_tokens
+
+
+def test_chunks_that_a_latent_backend_decodes_are_not_split_off(config, engine):
+    """Also where the server's `least_rows` is lower; the policy of other layers stays."""
+    from flexmask.integrations.vllm.builder import SparseLatentBuilder
+
+    class Decodes512(StockBuilder):
+        reorder_batch_threshold = 512
+
+    made = type("Builder", (SparseLatentBuilder, Decodes512), {})
+    made.flexmask_own = made
+    engine.roles[LAYER.layer_name] = SparseLayer.__new__(SparseLayer)
+    builder = made(None, [LAYER.layer_name], config, torch.device("cpu"))
+    assert builder.flexmask.policy.least_rows == 513 > engine.options.policy.least_rows

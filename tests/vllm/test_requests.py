@@ -110,7 +110,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     gone = weakref.ref(another)
     del another
     gc.collect()
-    assert gone() is None and engine_module.made_engine(config) is engine
+    assert gone() is None and engine_module.existing_engine(config) is engine
 
 
 def test_a_length_that_vllm_fits_later_is_refused():
