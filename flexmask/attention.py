@@ -120,9 +120,10 @@ def sparse_attention(
         raises otherwise.
     dense_below
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
-        plain calls beat dense attention on every input measured (docs/performance.md). In longer whole prompts without padding,
-        window, soft cap, sinks, gradients or log-sum-exp, a key head runs dense if its query heads keep every block, on CPUs if
-        they keep more than 66% of the blocks (float16: 51%, bfloat16: 43%). 0 switches all of this off, except for a single row.
+        plain calls of flexprefill (gamma 0.95) beat dense attention on every input measured (docs/performance.md). In longer
+        whole prompts without padding, window, soft cap, sinks, gradients or log-sum-exp, a key head runs dense if its query heads
+        keep every block, on CPUs if they keep more than 66% of the blocks (float16: 51%, bfloat16: 43%). 0 switches all of this
+        off, except for a single row.
     return_lse
         Also return each row's log-sum-exp (natural logarithm) over its keys without sinks, (batch, num_heads, q_len) float32;
         -inf for a row that sees nothing. Not on CPUs.

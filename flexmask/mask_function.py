@@ -79,7 +79,7 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     options = [each for each in fields(cls) if each.name in cls.defaults]
     positional = [each.name for each in options if not each.kw_only]
 
-    def generate(
+    def make_mask(
         query: Tensor,
         key: Tensor,
         *by_position: Any,
@@ -121,12 +121,12 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         mask = block_mask(inputs, selection)
         return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
-    query, key, _, *common, _ = inspect.signature(generate).parameters.values()
+    query, key, _, *common, _ = inspect.signature(make_mask).parameters.values()
     own = [
         inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
         for each in options
     ]
-    function = cast(Any, generate)
+    function = cast(Any, make_mask)
     # inspect and help() read it
     function.__signature__ = inspect.Signature(
         [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
@@ -134,7 +134,7 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
     function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
     function.method = METHODS[name] = cls
-    return cast(MaskFunction, generate)
+    return cast(MaskFunction, make_mask)
 
 
 def method(choose: Callable[..., Any]) -> MaskFunction:

@@ -189,12 +189,12 @@ def plan_call(
     policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
     is_causal = has_causal_kernel(inputs)
     heads_may_be_dense = is_causal and policy.dense_below > 0 and not return_lse
-    of_selection = policy.selection_reason(keeps_every_block)
-    of_size = None if at_any_length else policy.size_reason(inputs.query.shape[2], inputs.key.shape[2])
-    of_layer = None if layer is None else policy.dense_layer_reason(layer, inputs.window) or of_selection
-    reason = of_size or of_layer or (of_selection if heads_may_be_dense else None)
+    selection_reason = policy.selection_reason(keeps_every_block)
+    size_reason = None if at_any_length else policy.size_reason(inputs.query.shape[2], inputs.key.shape[2])
+    layer_reason = None if layer is None else policy.dense_layer_reason(layer, inputs.window) or selection_reason
+    reason = size_reason or layer_reason or (selection_reason if heads_may_be_dense else None)
     if reason is not None:
-        if is_causal or of_size is not None:
+        if is_causal or size_reason is not None:
             return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_users)
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)

@@ -159,8 +159,8 @@ class LayerCall(NamedTuple):
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         policy = self.settings.call_options.policy
-        of_heads = head_dim_reason(query.shape[3], value.shape[3], self.inputs.needs_grad)
-        return of_heads or policy.size_reason(query.shape[2], self.tokens)
+        heads_reason = head_dim_reason(query.shape[3], value.shape[3], self.inputs.needs_grad)
+        return heads_reason or policy.size_reason(query.shape[2], self.tokens)
 
 
 def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:

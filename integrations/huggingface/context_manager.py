@@ -20,7 +20,7 @@ from flexmask.integrations.huggingface.call import LayerCall
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.registration import NoteForward, register, switch_attention
-from flexmask.integrations.huggingface.scope import LOCK, Scope, block_name, latest
+from flexmask.integrations.huggingface.scope import LOCK, Scope, latest, scoped_name
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.locking import locked
 from flexmask.method import UnknownOption
@@ -190,7 +190,7 @@ def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[LayerCall],
 def _open(scope: Scope) -> None:
     check_servable(scope.model)
     try:
-        scope.open(NoteForward(block_name(scope.config)))
+        scope.open(NoteForward(scoped_name(scope.config)))
         switch_attention(scope.model)
     except BaseException:
         scope.close()

@@ -24,7 +24,7 @@ from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME, text_config, text_model
 from flexmask.integrations.huggingface.mask import mask_geometry
 from flexmask.integrations.huggingface.model_config import set_process_settings
-from flexmask.integrations.huggingface.scope import block_name, scope_of
+from flexmask.integrations.huggingface.scope import scope_of, scoped_name
 from flexmask.settings import PrefillSettings, named_settings
 
 _WRAPPED = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -76,7 +76,7 @@ def register(
 def switch_attention(model: PreTrainedModel) -> None:
     """Write the name of a block's attention into the `text_config`, which must be one that the model reads."""
     config, part = text_config(model), text_model(model)
-    own, name = config._attn_implementation, block_name(config)
+    own, name = config._attn_implementation, scoped_name(config)
     register_name(name)
     if name == own:
         return

@@ -70,11 +70,11 @@ class Scope:
 _OPENED_HERE: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_here", default=())
 
 
-class _Part:
+class _Entry:
     """A config or module: the scopes that serve it; of a config also what `model_config` keeps."""
 
     def __init__(self, part: Any) -> None:
-        number, drop = id(part), _PARTS.pop
+        number, drop = id(part), _ENTRIES.pop
         self.part: Callable[[], Any] = ref(part, lambda _: drop(number, None))
         self.scopes: tuple[ref[Scope], ...] = ()
         self.heads: Mapping[int, int] = {}  # query heads by layer, of the modules of the config's model
@@ -82,17 +82,17 @@ class _Part:
 
 
 # by id, since configs are not hashable and operators take no modules; an entry goes with its part
-_PARTS: dict[int, _Part] = {}
+_ENTRIES: dict[int, _Entry] = {}
 
 
-def entry_of(part: Any) -> _Part:
+def entry_of(part: Any) -> _Entry:
     """The entry of a config or module."""
-    return _PARTS.get(id(part)) or _PARTS.setdefault(id(part), _Part(part))
+    return _ENTRIES.get(id(part)) or _ENTRIES.setdefault(id(part), _Entry(part))
 
 
 def open_scopes(part: Any) -> list[Scope]:
     """The open scopes of a config or module in the order of opening."""
-    entry = _PARTS.get(id(part))
+    entry = _ENTRIES.get(id(part))
     found = [] if entry is None else [opened() for opened in entry.scopes]
     return [scope for scope in found if scope is not None and not scope.closed]
 
@@ -111,7 +111,7 @@ def latest(scopes: Sequence[Scope]) -> Scope:
 
 def module_of(number: int) -> nn.Module:
     """The module of an id, which `remember` or an open scope keeps."""
-    module: nn.Module = _PARTS[number].part()
+    module: nn.Module = _ENTRIES[number].part()
     return module
 
 
@@ -121,7 +121,7 @@ def remember(module: nn.Module) -> None:
     entry_of(module)
 
 
-def block_name(config: Any) -> str:
+def scoped_name(config: Any) -> str:
     """The name that a block writes into a config: the one that is there if flexmask serves it, else one that holds it."""
     own = config._attn_implementation
     # transformers takes every name with "flash" for one of its own kernels

@@ -65,8 +65,11 @@ class Counters:
         """The statistics that calls of this step compute."""
         return IN_SOME_STEPS if self._looks else ()
 
-    def add_call(self, layer: SparseLayer, attended: Attended, rows: int, tokens: int, heads: bool = True) -> None:
-        """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting; `heads`: those low are named."""
+    def add_call(self, layer: SparseLayer, attended: Attended, rows: int, tokens: int, names_heads: bool = True) -> None:
+        """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting.
+
+        `names_heads`: the log may name its heads that keep little.
+        """
         pairs, counts = CallSize(1, rows, tokens).pairs, attended.counts
         with self._lock:
             self._pairs += pairs
@@ -78,7 +81,7 @@ class Counters:
                 self._kept_pairs = self._kept_pairs + pairs
             if sum(map(len, self._counts.values())) >= _MOST_COUNTS:
                 self._add_counts()
-            if heads and self._looks and attended.stats is not None:
+            if names_heads and self._looks and attended.stats is not None:
                 self._heads.setdefault(layer.number, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
 
     def _add_counts(self) -> None:

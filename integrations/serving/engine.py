@@ -84,9 +84,9 @@ class Engine:
         sinks: Tensor | None = None, is_counted: bool = True,
     ) -> Tensor:  # fmt: skip
         """Attention of a request's chunk, (rows, heads, dim) as `query`; `concat_cached` makes the `key` and `value`."""
-        counts, layer = self.options.count_density, role.with_gamma(request.gamma)
-        statistics = self.counters.statistics if counts else ()
-        attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=counts)
-        if counts and is_counted:
-            self.counters.add_call(role, attended, query.shape[0], key.shape[1], heads=request.gamma is None)
+        with_counts, layer = self.options.count_density, role.with_gamma(request.gamma)
+        statistics = self.counters.statistics if with_counts else ()
+        attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=with_counts)
+        if with_counts and is_counted:
+            self.counters.add_call(role, attended, query.shape[0], key.shape[1], names_heads=request.gamma is None)
         return attended.out

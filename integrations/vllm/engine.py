@@ -148,7 +148,7 @@ class VLLMEngine(Engine):
             self.roles[name] = Stock("its backend shows layers other requests")
         # no run on a GPU came to its end (docs/serving-measurements.md)
         elif device.type == "cuda" and states & {"MAMBA1", "MAMBA2"}:
-            self.roles[name] = Stock("beside Mamba layers, with which flexmask was not run on a GPU")
+            self.roles[name] = Stock("beside Mamba layers, with which no run on a GPU came to its end")
         layer.impl.flexmask.assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:

@@ -91,7 +91,7 @@ def test_heads_that_keep_little_are_named_once_for_all_layers(caplog):
     counters.add_call(LAYERS[2], looked_at(coverage=[0.1, 0.9], least_row_coverage=[0.26, 0.11]), 70, 70)
     counters.add_call(LAYERS[3], looked_at(coverage=[0.2, 0.9]), 70, 70)
     # a request that chose its gamma
-    counters.add_call(LAYERS[4], looked_at(coverage=[0.0, 0.0]), 70, 70, heads=False)
+    counters.add_call(LAYERS[4], looked_at(coverage=[0.0, 0.0]), 70, 70, names_heads=False)
     for _ in range(2):
         counters.log()
     assert caplog.messages == [

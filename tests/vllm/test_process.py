@@ -150,7 +150,7 @@ def test_attention_beside_mamba_layers_is_stock_on_a_gpu(device, kind, stock):
     engine = engine_with_layers({})
     engine.layers["another"].mamba_type = SimpleNamespace(name=kind)
     engine.prepare(torch.device(device), False)
-    reason = Stock("beside Mamba layers, with which flexmask was not run on a GPU")
+    reason = Stock("beside Mamba layers, with which no run on a GPU came to its end")
     assert all(role == reason for role in engine.roles.values()) == stock and len(engine.sparse_layers) == 2 * (not stock)
 
 
