@@ -167,7 +167,7 @@ class GeometryMask(BlockMask):
         return mask
 
 
-def mask_geometry(*, config: Any = None, **arguments: Any) -> Any:
+def mask_for_transformers(*, config: Any = None, **arguments: Any) -> Any:
     """The mask function of transformers: `geometry_mask`, or that of the model's own attention where no block is open."""
     if not is_traced() and give_back(config):
         own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)

@@ -1,6 +1,6 @@
 """The names under which transformers finds flexmask: ``"flexmask"``, and those that blocks write into configs.
 
-A forward calls `mask_geometry` (mask.py) for its kinds of layers, then each layer calls `attention` (attention.py).
+A forward calls `mask_for_transformers` (mask.py) for its kinds of layers, then each layer calls `attention` (attention.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexmask.base.checks import check_word
 from flexmask.environment import check_transformers
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.compat import NAME, text_config, text_model
-from flexmask.integrations.huggingface.mask import mask_geometry
+from flexmask.integrations.huggingface.mask import mask_for_transformers
 from flexmask.integrations.huggingface.model_config import set_process_settings
 from flexmask.integrations.huggingface.scope import scope_of, scoped_name
 from flexmask.settings import PrefillSettings, named_settings
@@ -88,11 +88,11 @@ def switch_attention(model: PreTrainedModel) -> None:
 def register_name(name: str) -> None:
     """Have transformers find flexmask under this name."""
     # masks before attention, which would get none without
-    AttentionMaskInterface.register(name, mask_geometry)
+    AttentionMaskInterface.register(name, mask_for_transformers)
     AttentionInterface.register(name, attention)
     # the objects in which models look up names, and where other libraries put wrappers
     functions: Any
-    for functions, ours in ((ALL_MASK_ATTENTION_FUNCTIONS, mask_geometry), (ALL_ATTENTION_FUNCTIONS, attention)):
+    for functions, ours in ((ALL_MASK_ATTENTION_FUNCTIONS, mask_for_transformers), (ALL_ATTENTION_FUNCTIONS, attention)):
         if functions[name] is not ours:
             functions[name] = ours
 
