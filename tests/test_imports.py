@@ -2,6 +2,8 @@
 
 import ast
 import graphlib
+import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -203,3 +205,24 @@ def test_torch_waits_until_it_is_needed(module):
 )
 def test_the_table_of_methods_is_whole_whatever_is_imported_first(code):
     assert python("-c", code) == "True\n"
+
+
+def test_what_tests_and_benchmarks_import_exists():
+    """With `--doctest-ignore-import-errors` pytest skips a module that imports a name that is gone."""
+    gone = []
+    for path in (*sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "bench").rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] != INDEX:
+                continue
+            try:
+                module = importlib.import_module(node.module)
+            except ModuleNotFoundError as error:
+                # an optional package
+                if (error.name or "").partition(".")[0] == INDEX:
+                    gone.append(f"{path.name}: {node.module}")
+                continue
+            for alias in node.names:
+                is_module = hasattr(module, "__path__") and importlib.util.find_spec(f"{node.module}.{alias.name}")
+                if not hasattr(module, alias.name) and not is_module:
+                    gone.append(f"{path.name}: {node.module}.{alias.name}")
+    assert gone == []

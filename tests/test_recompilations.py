@@ -11,7 +11,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexmask import _torch, block_masks, flexprefill_mask, said, sparse_attention, warmup
+from flexmask import _torch, block_masks, flexprefill_mask, logged_once, sparse_attention, warmup
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.block_masks import published_mask
 from tests.attention_calls import CPP_ERROR, flexprefill_attention
@@ -159,7 +159,7 @@ def test_recompilations_that_run_out_raise(counting):
 
 
 def test_every_compilation_is_announced_by_what_is_new(caplog, monkeypatch):
-    monkeypatch.setattr(said, "_SAID", set())
+    monkeypatch.setattr(logged_once, "_SAID", set())
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: functools.partial(function))
 

@@ -8,7 +8,7 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask import said, sparse_attention, sparse_attention_varlen
+from flexmask import logged_once, sparse_attention, sparse_attention_varlen
 from tests.integrations.common import SPARSE, switchable
 from tests.integrations.families import VOCABULARY
 
@@ -59,7 +59,7 @@ SHORT = "flexmask: attention ran dense: {} tokens < dense_below 16384 (logged on
 @pytest.fixture
 def lines(monkeypatch, caplog):
     """Messages of the log so far, in a process that has said nothing."""
-    monkeypatch.setattr(said, "_SAID", set())
+    monkeypatch.setattr(logged_once, "_SAID", set())
     caplog.set_level(logging.DEBUG, "flexmask")
 
     def lines(level="WARNING"):
