@@ -107,8 +107,10 @@ class VLLMEngine(Engine):
                 return
             self._prepared = True
             layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask")}
+            # kinds of state layers, vLLM's MambaAttentionBackendEnum
+            states = {getattr(getattr(each, "mamba_type", None), "name", None) for each in self.layers.values()}
             for name, layer in layers.items():
-                self._assign_layer_role(name, layer, device)
+                self._assign_layer_role(name, layer, device.type == "cuda" and bool(states & {"MAMBA1", "MAMBA2"}))
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
             latent = {x.attn_backend.get_builder_cls() for x in layers.values() if x.attn_backend.is_mla()}
             policy = policy._replace(least_rows=max([policy.least_rows, *map(self._least_rows, latent)]))
@@ -137,17 +139,15 @@ class VLLMEngine(Engine):
         if HAS_TRITON:
             pages_kernel.compile_for(widths, self.dtype, device)
 
-    def _assign_layer_role(self, name: str, layer: Any, device: torch.device) -> None:
+    def _assign_layer_role(self, name: str, layer: Any, beside_mamba: bool) -> None:
         builder = layer.attn_backend.get_builder_cls()
-        # kinds of state layers, vLLM's MambaAttentionBackendEnum
-        states = {getattr(getattr(each, "mamba_type", None), "name", None) for each in self.layers.values()}
         if not isinstance(layer, self.calling_layers()):
             self.roles[name] = Stock(f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself")
         # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
             self.roles[name] = Stock("its backend shows layers other requests")
-        # no run on a GPU came to its end (docs/serving-measurements.md)
-        elif device.type == "cuda" and states & {"MAMBA1", "MAMBA2"}:
+        # on a GPU, where no run came to its end (docs/serving-measurements.md)
+        elif beside_mamba:
             self.roles[name] = Stock("beside Mamba layers, with which no run on a GPU came to its end")
         layer.impl.flexmask.assign_role(name)
 
