@@ -214,6 +214,9 @@ def test_what_tests_and_benchmarks_import_exists():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] != INDEX:
                 continue
+            # other tests may have loaded them with a stand-in of the engine
+            if node.module.startswith(("flexmask.integrations.vllm", "flexmask.integrations.sglang")):
+                continue
             try:
                 module = importlib.import_module(node.module)
             except ModuleNotFoundError as error:
