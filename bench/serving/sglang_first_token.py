@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from bench.rows import Sheet
+from bench.serving.first_token import turn, wait_for_engines
 from bench.serving.prompts import add_model, model_folder, prompts
 from bench.speed.clock import device_name
 from flexmask.json_settings import json_data
@@ -44,6 +45,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=0, help="also measure throughput with so many prompts at a time")
     parser.add_argument("--new-tokens", type=int, default=32, help="tokens per prompt in the measurement of throughput")
     parser.add_argument("--run", help="a name: only rows of the same one are compared")
+    parser.add_argument("--turns", type=Path, help="file that several of these programs lock in turns, to measure one at a time")
+    parser.add_argument("--programs", type=int, default=1, help="with --turns: start when so many are ready")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that a median is taken over, after the first")
     parser.add_argument("--kernel", default="fa3", help="SGLang's attention backend, the stock one")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -150,12 +153,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common = {"run": options.run, "model": options.model or options.shape, "layers": options.layers, "kernel": options.kernel}
     common |= {"chunk": chunk, "rounds": options.rounds, "device": device_name()}
     common |= {"sglang": sglang.__version__, "torch": torch.__version__}
+    if options.turns:
+        wait_for_engines(options.turns, options.programs)
     sheet = Sheet(options.csv, COLUMNS, IDENTITY)
     for number, new_tokens in [(1, 1), *([(options.at_once, options.new_tokens)] if options.at_once else [])]:
         asked = prompts(options, tokens, number)
-        rounds = [
-            {name: generate(engine, asked, new_tokens) for name, engine in engines.items()} for _ in range(options.rounds + 1)
-        ]
+        with turn(options.turns):
+            rounds = [
+                {name: generate(engine, asked, new_tokens) for name, engine in engines.items()} for _ in range(options.rounds + 1)
+            ]
         for attention in engines:
             row = {"attention": attention, "prompts": number, "prompt_tokens": tokens, "new_tokens": new_tokens}
             row["seconds"] = statistics.median(each[attention] for each in rounds[1:])

@@ -85,7 +85,9 @@ def test_sglang_engines_answer_in_turns_under_the_settings_of_the_command_line(t
     out, own = tmp_path / "rows.csv", {"gamma": 0.5, "dense_below": 4096}
     arguments = ["--shape", "llama-3.1-8b", "--layers", "1", "--prompt-tokens", "300", "--rounds", "2", "--csv", str(out)]
     arguments += ["--settings", json.dumps(own), "--override", '{"a": 1}', "--device", "cpu"]
-    sglang_first_token.main(arguments)
+    turns = tmp_path / "turns"
+    sglang_first_token.main([*arguments, "--turns", str(turns)])
+    assert turns.read_text(encoding="utf-8") == "ready\n"
     stock, sparse, *rest = calls
     assert "dense_below" in stock["settings"] and stock["json_model_override_args"] == '{"a": 1}'
     assert sparse["settings"] == {**own, "log_every": 5.0}
