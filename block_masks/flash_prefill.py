@@ -78,7 +78,7 @@ class FlashPrefill(Method):
         )
         return kept | heavy | (share == 0)
 
-    def row_numbers(self, kv_len: int) -> int:
+    def floats_per_row(self, kv_len: int) -> int:
         return max(1, kv_len // self.block_size)
 
 

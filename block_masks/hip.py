@@ -90,7 +90,7 @@ class Hip(Method):
         if self.block_size % self.query_stride != 0:
             raise ValueError(f"query_stride must divide block_size {self.block_size}; got {self.query_stride}")
 
-    def row_numbers(self, kv_len: int) -> int:
+    def floats_per_row(self, kv_len: int) -> int:
         return max(1, kv_len // self.block_size + 8 * self.topk_blocks // self.block_size)
 
 

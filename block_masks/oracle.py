@@ -49,7 +49,7 @@ class Oracle(Method):
         mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
         return top_p(mass, problem.visible, problem.as_tensor(self.gamma))
 
-    def row_numbers(self, kv_len: int) -> int:
+    def floats_per_row(self, kv_len: int) -> int:
         return kv_len
 
 

@@ -87,7 +87,7 @@ class Sparge(Method):
         if not -1 <= self.similarity_threshold <= 1:
             raise ValueError(f"similarity_threshold must be in [-1, 1]; got {self.similarity_threshold}")
 
-    def row_numbers(self, kv_len: int) -> int:
+    def floats_per_row(self, kv_len: int) -> int:
         return max(1, 8 * kv_len // self.block_size**2)
 
 

@@ -80,7 +80,7 @@ class XAttention(Method):
         if self.block_size % self.stride != 0:
             raise ValueError(f"stride must divide block_size {self.block_size}; got {self.stride}")
 
-    def row_numbers(self, kv_len: int) -> int:
+    def floats_per_row(self, kv_len: int) -> int:
         return max(1, kv_len // self.stride**2)
 
 

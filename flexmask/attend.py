@@ -19,8 +19,8 @@ from flexmask.stats import SelectionStats
 from flexmask.users_mask import with_constant_numbers
 
 
-class Attended(NamedTuple):
-    """Attention of one call, with what was requested in addition."""
+class AttentionResult(NamedTuple):
+    """The output of one call, with what was requested in addition."""
 
     out: Tensor  # (batch, num_heads, q_len, v_head_dim)
     lse: Tensor | None = None
@@ -28,17 +28,17 @@ class Attended(NamedTuple):
     selections: tuple[tuple[HeadGroup, Selection], ...] = ()  # with their maps of kept blocks
     counts: tuple[Tensor, ...] = ()  # of kept blocks, (batch, heads or 1, num_q_blocks) int32, two per group; none in dense calls
 
-    def results(self) -> Any:
-        """The output, or a tuple of it and what was requested in addition, as public functions return them."""
+    def as_returned(self) -> Any:
+        """What public functions return: the output, or a tuple of it and what was requested in addition."""
         extras = tuple([x for x in (self.lse, self.stats) if x is not None])
         return (self.out, *extras) if extras else self.out
 
 
-_Output = tuple[Tensor, Tensor | None]  # of heads, and their log-sum-exp
+_Output = tuple[Tensor, Tensor | None]  # output and log-sum-exp
 
 
-def with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Tensor) -> _Output:
-    """The output of all heads after that of a group was written into it; a group of all heads as it is."""
+def write_group_output(whole: _Output | None, part: _Output, group: HeadGroup, query: Tensor) -> _Output:
+    """Write a group's output into that of all heads, and return the latter; a group of all heads is returned as it is."""
     (out, lse), shape = part, query.shape[:3]
     if out.shape[:2] == shape[:2]:
         return part
@@ -53,26 +53,30 @@ def with_group(whole: _Output | None, part: _Output, group: HeadGroup, query: Te
 def attend_heads(
     inputs: PositionedInputs,
     selection: Selection | None,
-    dense: tuple[bool, ...],
-    most_kept: float | None,
+    dense_key_heads: tuple[bool, ...],
+    break_even_density: float | None,
     backend: Backend,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None, tuple[bool, ...]]:
-    """Output of a group of heads, log-sum-exp or None, and the key heads that ran dense: `dense`, and those over `most_kept`."""
-    if selection is not None and most_kept is not None:
-        more = _keeps_more(selection.lists, len(dense), most_kept)
-        dense = tuple([already or kept for already, kept in zip(dense, more, strict=True)])
-    if selection is None or all(dense):
-        return *dense_attention(inputs, return_lse), (True,) * len(dense)
-    runs, per_key = _runs(dense), inputs.query.shape[1] // len(dense)
-    heads = [slice(keys.start * per_key, keys.stop * per_key) for keys in runs]
+    """Attend to the selection of a group of heads.
+
+    Returns the output, the log-sum-exp or None, and the key heads that ran dense: `dense_key_heads`, and those whose density
+    exceeds `break_even_density`.
+    """
+    if selection is not None and break_even_density is not None:
+        exceeds = _exceeds_density(selection.lists, len(dense_key_heads), break_even_density)
+        dense_key_heads = tuple([dense or more for dense, more in zip(dense_key_heads, exceeds, strict=True)])
+    if selection is None or all(dense_key_heads):
+        return *dense_attention(inputs, return_lse), (True,) * len(dense_key_heads)
+    key_slices, per_key = _true_slices(dense_key_heads), inputs.query.shape[1] // len(dense_key_heads)
+    query_slices = [slice(keys.start * per_key, keys.stop * per_key) for keys in key_slices]
     # not for fewer heads: another number of them is another compilation
-    out, lse = _attend_to_blocks(inputs, selection.without_heads(heads) if runs else selection, backend, return_lse)
+    out, lse = _attend_to_blocks(inputs, selection.without_heads(query_slices) if key_slices else selection, backend, return_lse)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
-    for of_keys, keys in zip(heads, runs, strict=True):
-        out[:, of_keys] = sdpa(query[:, of_keys], key[:, keys], value[:, keys], inputs.scale, is_causal=True)
-    return out, lse, dense
+    for queries, keys in zip(query_slices, key_slices, strict=True):
+        out[:, queries] = sdpa(query[:, queries], key[:, keys], value[:, keys], inputs.scale, is_causal=True)
+    return out, lse, dense_key_heads
 
 
 def _attend_to_blocks(inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
@@ -87,17 +91,17 @@ def _attend_to_blocks(inputs: PositionedInputs, selection: Selection, backend: B
         return run_flex_attention(inputs, block_mask(inputs, selection), backend.name, return_lse, backend.lse_factor)
 
 
-def _keeps_more(lists: BlockLists, num_kv_heads: int, share: float) -> list[bool]:
-    """True for key heads whose query heads keep more than this share of a whole prompt's blocks."""
+def _exceeds_density(lists: BlockLists, num_kv_heads: int, density: float) -> list[bool]:
+    """True for key heads whose query heads keep more than this share of the visible blocks of a whole prompt."""
     batch, num_heads, q_blocks = lists.kv_num_blocks.shape
     if num_heads % num_kv_heads:
         return [False] * num_kv_heads  # one mask for all heads
     visible = batch * num_heads // num_kv_heads * q_blocks * (q_blocks + 1) / 2
     kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum((0, 2)).unflatten(0, (num_kv_heads, -1)).sum(1)
-    return [number > share * visible for number in kept.tolist()]
+    return [number > density * visible for number in kept.tolist()]
 
 
-def _runs(heads: tuple[bool, ...]) -> list[slice]:
+def _true_slices(flags: tuple[bool, ...]) -> list[slice]:
     """The runs of True entries as slices."""
-    runs = [list(run) for is_true, run in groupby(range(len(heads)), key=lambda head: heads[head]) if is_true]
+    runs = [list(run) for is_true, run in groupby(range(len(flags)), key=lambda index: flags[index]) if is_true]
     return [slice(run[0], run[-1] + 1) for run in runs]

@@ -169,7 +169,7 @@ def sparse_attention(
         query, key, value, method, block_size, options, (backend, dense_below, max_mask_bytes), return_lse, scale=scale,
         softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len, sinks=sinks,
     )  # fmt: skip
-    return made.attend(made.inputs, STATISTICS if return_stats else ()).results()
+    return made.attend(made.inputs, STATISTICS if return_stats else ()).as_returned()
 
 
 def plan(

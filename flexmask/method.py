@@ -99,12 +99,13 @@ class Method:
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Bytes of one head's mask while it is made."""
-        return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.row_numbers(inputs.key.shape[2])
+        return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.floats_per_row(inputs.key.shape[2])
 
-    def row_numbers(self, kv_len: int) -> int:
-        """Float32 numbers that the method writes out per query row and head.
+    def floats_per_row(self, kv_len: int) -> int:
+        """Number of float32 values that `select` materializes per query row and head.
 
-        Not 0: it runs on slices of rows, so a query block's choice must depend only on its own rows and the keys.
+        If nonzero, `select` runs on slices of rows, so the choice of a query block may depend only on its own rows and on the
+        keys.
         """
         return 0
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from flexmask._torch import in_dispatch_mode, is_traced
-from flexmask.attend import Attended, attend_heads, with_group
+from flexmask.attend import AttentionResult, attend_heads, write_group_output
 from flexmask.base.checks import check_bool, check_plain
 from flexmask.base.inputs import AttentionInputs, HeadGroup, in_autocast_dtype, needs_gradients, without_autocast
 from flexmask.base.selection import Selection
@@ -27,18 +27,18 @@ class GroupPlan(NamedTuple):
 
     heads: HeadGroup
     selection: PreparedSelection
-    dense: tuple[bool, ...]  # by key head: served by dense attention, as known before any mask is made
+    dense_key_heads: tuple[bool, ...]  # True: dense attention serves the key head, whatever the mask
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The geometry, call options, backend and groups of heads of attention calls; no layer's numbers. From `flexmask.plan`.
+    """What attention calls of one kind share: geometry, call options, backend and groups of heads. From `flexmask.plan`.
 
     Attributes
     ----------
     reason
-        Why the calls run dense; None if they run sparse. Without `groups` dense attention serves them, else masks that keep every
-        visible block.
+        Why the calls run dense; None if they run sparse. Without `groups`, dense attention serves them; with groups, they run
+        under masks that keep every visible block.
     """
 
     inputs: AttentionInputs  # the geometry, checked
@@ -47,9 +47,9 @@ class Plan:
     backend: Backend
     return_lse: bool = False
     groups: tuple[GroupPlan, ...] = ()  # none: dense attention serves the whole call
-    most_kept: float | None = None  # density above which dense attention serves another key head, too
-    offset: Tensor | None = None  # of `PositionedInputs`
-    absent: Tensor | None = None  # keys that are no tokens, (batch, 1, kv_len, 1) bool
+    break_even_density: float | None = None  # a key head of a larger density runs dense
+    offset: Tensor | None = None  # the offset of `PositionedInputs`
+    absent: Tensor | None = None  # (batch, 1, kv_len, 1) bool: keys that are no tokens
 
     def __repr__(self) -> str:
         method = f"{self.groups[0].selection.method.name}, " if self.groups else ""
@@ -63,7 +63,7 @@ class Plan:
         Parameters
         ----------
         query, key, value, sinks
-            Of the shapes, dtypes and device of those planned with; `sinks` if and only if the plan was made with some.
+            Tensors of the planned shapes, dtypes and device; `sinks` if and only if the plan was made with some.
         return_stats
             Also return `SelectionStats`.
 
@@ -80,85 +80,89 @@ class Plan:
             As `flexmask.sparse_attention`.
         """
         check_bool("return_stats", return_stats)
-        return self.attend(self.fitting(query, key, value, sinks), STATISTICS if return_stats else ()).results()
+        return self.attend(self.checked_inputs(query, key, value, sinks), STATISTICS if return_stats else ()).as_returned()
 
-    def fitting(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> AttentionInputs:
+    def checked_inputs(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> AttentionInputs:
         """The inputs of a call, in the dtype of autocast; raises as `run` for tensors that the plan was not made for."""
-        given = {
+        tensors = {
             "query": in_autocast_dtype(query),
             "key": in_autocast_dtype(key),
             "value": in_autocast_dtype(value),
             "sinks": sinks,
         }
-        for name, tensor in given.items():
+        for name, tensor in tensors.items():
             planned = getattr(self.inputs, name)
             if planned is None or not isinstance(tensor, Tensor):
                 if tensor is not planned:
-                    wanted = "None" if planned is None else "a tensor"
-                    raise TypeError(f"{name} must be {wanted}, as planned; got {type(tensor).__name__}")
+                    expected = "None" if planned is None else "a tensor"
+                    raise TypeError(f"{name} must be {expected}, as planned; got {type(tensor).__name__}")
                 continue
             check_plain(name, tensor)
-            for what in ("shape", "dtype", "device"):
-                wanted, got = getattr(planned, what), getattr(tensor, what)
-                if got != wanted:
-                    of = tuple if what == "shape" else str
-                    raise ValueError(f"{name} must have the {what} {of(wanted)}, as planned; got {of(got)}")
+            for attribute in ("shape", "dtype", "device"):
+                expected, actual = getattr(planned, attribute), getattr(tensor, attribute)
+                if actual != expected:
+                    shown = tuple if attribute == "shape" else str
+                    raise ValueError(f"{name} must have the {attribute} {shown(expected)}, as planned; got {shown(actual)}")
         if needs_gradients(query, key, value, sinks) and not self.inputs.needs_grad:
             raise ValueError("query, key, value and sinks must not require gradients: the plan was made without")
-        inputs = self.inputs.with_fields(**given)
+        inputs = self.inputs.with_fields(**tensors)
         if self.groups:
             # a mode may be on that was not when the plan was made
             check_compiled_code_takes(inputs)
         return inputs
 
     def without_tensors(self) -> Plan:
-        """The plan without the query, key, value and sinks that it was made with."""
+        """The plan with the shapes, but not the memory, of the query, key, value and sinks that it was made with."""
         shapes = {name: getattr(self.inputs, name) for name in ("query", "key", "value", "sinks")}
         empty = {name: None if x is None else x.detach().new_empty(()).expand(x.shape) for name, x in shapes.items()}
         return replace(self, inputs=self.inputs.with_fields(**empty))
 
     def with_replay(self) -> Plan:
-        """The plan for several layers: selections of the later ones replay the launches of an earlier one."""
+        """The plan for several layers: selections of later layers replay the launches of an earlier one."""
         groups = [group._replace(selection=with_replay(group.selection)) for group in self.groups]
         return replace(self, groups=tuple(groups))
 
     def attend(
         self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), *, with_maps: bool = False, with_counts: bool = False
-    ) -> Attended:
-        """Attention of inputs of this plan, outside of autocast, with what else is wanted of it.
+    ) -> AttentionResult:
+        """Select and attend, outside of autocast, without comparing the inputs with the plan.
 
-        That is `statistics` by name, the selections with their maps, and the counts of kept blocks.
+        The result also has what is requested: `statistics` by name, the selections with their maps, the counts of kept blocks.
         """
         with without_autocast(inputs.query.device):
             if not self.groups:
                 stats = dense_stats(inputs.query) if statistics else None
-                return Attended(*dense_attention(inputs, self.return_lse), stats)
+                return AttentionResult(*dense_attention(inputs, self.return_lse), stats)
             # masks of every block need no statistics
             measured = statistics if self.reason is None else ()
             whole = inputs.for_attention_with(self.offset, self.absent)
-            outputs, dense = None, []
-            found: list[dict[str, Tensor]] = []  # statistics
+            outputs, dense_by_group = None, []
+            group_stats: list[dict[str, Tensor]] = []
             selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
-            for group, prepared, planned_dense in self.groups:
+            for group, prepared, dense_key_heads in self.groups:
                 # the lists of one group exist at a time
                 part, selection, backend = whole.of_heads(group), None, self.backend
-                if measured or with_maps or with_counts or not all(planned_dense):
+                if measured or with_maps or with_counts or not all(dense_key_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)
-                    found.append(selection.stats)
+                    group_stats.append(selection.stats)
                     if with_maps:
                         selections.append((group, selection))
                     if with_counts:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
                     backend = self._backend_of(inputs, group, selection)
-                out, lse, served_dense = attend_heads(part, selection, planned_dense, self.most_kept, backend, self.return_lse)
-                outputs = with_group(outputs, (out, lse), group, inputs.query)
-                dense.append(served_dense)
+                out, lse, ran_dense = attend_heads(
+                    part, selection, dense_key_heads, self.break_even_density, backend, self.return_lse
+                )
+                outputs = write_group_output(outputs, (out, lse), group, inputs.query)
+                dense_by_group.append(ran_dense)
             assert outputs is not None
             stats = None
-            if statistics:
-                stats = stats_of(found, [x.heads for x in self.groups], dense) if measured else dense_stats(inputs.query)
-            return Attended(*outputs, stats, tuple(selections), tuple(counts))
+            if statistics and measured:
+                stats = stats_of(group_stats, [group_plan.heads for group_plan in self.groups], dense_by_group)
+            elif statistics:
+                stats = dense_stats(inputs.query)
+            return AttentionResult(*outputs, stats, tuple(selections), tuple(counts))
 
     def _backend_of(self, inputs: AttentionInputs, group: HeadGroup, selection: Selection) -> Backend:
         """The plan's backend, chosen again where heads share a list, a mask_mod hides more, or torch traces the call."""
@@ -183,8 +187,8 @@ def plan_call(
 ) -> Plan:
     """Decide what runs dense, and plan.
 
-    Run dense: calls below the policy's size (unless `at_any_length`), layers that it names, calls whose heads keep every block.
-    Otherwise plan groups; key heads that keep every block run dense.
+    A call runs dense below the policy's size (unless `at_any_length`), in layers that the policy names, and if all its heads
+    keep every block. Otherwise its heads are planned in groups, and key heads that keep every block run dense.
     """
     policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
     is_causal = has_causal_kernel(inputs)
@@ -198,17 +202,17 @@ def plan_call(
             return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_users)
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
-    dense, most_kept = (False,) * inputs.key.shape[1], None
+    dense_key_heads, break_even_density = (False,) * inputs.key.shape[1], None
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if heads_may_be_dense and not inputs.needs_grad and not is_traced():
-        dense, most_kept = _dense_key_heads(inputs, method, keeps_every_block)
-    return _in_groups(inputs, method, call_options, reason, return_lse, dense, most_kept)
+        dense_key_heads, break_even_density = _dense_key_heads(inputs, method, keeps_every_block)
+    return _in_groups(inputs, method, call_options, reason, return_lse, dense_key_heads, break_even_density)
 
 
 def _dense_key_heads(
     inputs: AttentionInputs, method: FittedMethod, keeps_every_block: list[bool]
 ) -> tuple[tuple[bool, ...], float | None]:
-    """Key heads whose query heads keep every block, and the density above which another runs dense, too."""
+    """True for key heads whose query heads keep every block; and the density above which another runs dense, or None."""
     num_kv_heads = inputs.key.shape[1]
     per_key = len(keeps_every_block) // num_kv_heads
     dense = tuple([all(keeps_every_block[head * per_key : (head + 1) * per_key]) for head in range(num_kv_heads)])
@@ -225,7 +229,7 @@ def dense_plan(
     return_lse: bool = False,
     lists_only: bool = True,
 ) -> Plan:
-    """A plan of dense attention; a named backend that cannot run is refused at every length."""
+    """Plan dense attention; a backend that is chosen by name and cannot run is refused, whatever the length."""
     backend = chosen_backend(call_options.backend, inputs, block_size, return_lse, is_dense=True, lists_only=lists_only)
     return Plan(inputs, call_options, reason, backend, return_lse)
 
@@ -236,17 +240,19 @@ def _in_groups(
     call_options: CallOptions,
     reason: str | None,
     return_lse: bool,
-    dense: tuple[bool, ...],
-    most_kept: float | None,
+    dense_key_heads: tuple[bool, ...],
+    break_even_density: float | None,
 ) -> Plan:
     groups = method.groups(inputs, call_options.max_mask_bytes)
     # a group may have fewer query heads per key head
-    of_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(call_options.backend, of_group, method.block_size, return_lse, lists_only=not method.is_users)
+    first_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
+    backend = chosen_backend(call_options.backend, first_group, method.block_size, return_lse, lists_only=not method.is_users)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:
-        like = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
-        prepared = prepare_selection(method.slice_heads(group.query), whole.of_heads(group), like, call_options.max_mask_bytes)
-        plans.append(GroupPlan(group, prepared, dense[group.key]))
-    return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), most_kept, whole.offset, inputs.absent_keys())
+        same_rows = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
+        group_method, group_inputs = method.slice_heads(group.query), whole.of_heads(group)
+        prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
+        plans.append(GroupPlan(group, prepared, dense_key_heads[group.key]))
+    absent = inputs.absent_keys()
+    return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), break_even_density, whole.offset, absent)

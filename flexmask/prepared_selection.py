@@ -22,8 +22,8 @@ if HAS_TRITON:
 if TYPE_CHECKING:
     from flexmask.kernels.visibility import Edges
 
-# float32 numbers that a method in slices of rows writes out at a time, 512 MiB; its temporaries are two or three times that
-MOST_NUMBERS = 2**27
+# float32 values that a method materializes for one slice of rows, 512 MiB; its temporaries take two or three times that
+MAX_FLOATS_PER_SLICE = 2**27
 
 
 class PreparedSelection(NamedTuple):
@@ -32,7 +32,7 @@ class PreparedSelection(NamedTuple):
     method: FittedMethod
     method_for_steps: Method  # the same with options as its steps take them (`with_device_numbers`)
     by_kernels: bool
-    rows: int | None = None  # of a slice, for a method in slices of rows
+    rows: int | None = None  # per slice; None: `select` runs on all rows at once
     # the geometry, for kernels and for plain steps; None: computed with the selection
     edges: Edges | None = None
     cut: tuple[Tokens, BlockVisibility] | None = None
@@ -40,9 +40,12 @@ class PreparedSelection(NamedTuple):
 
 
 def prepare_selection(
-    method: FittedMethod, inputs: PositionedInputs, like: PreparedSelection | None = None, most_bytes: int | None = None
+    method: FittedMethod, inputs: PositionedInputs, reuse_from: PreparedSelection | None = None, max_bytes: int | None = None
 ) -> PreparedSelection:
-    """The parts of selections of such inputs that are computed once; `like` is that of other heads of the same batch rows."""
+    """Compute the part of a selection that no layer's numbers change.
+
+    `reuse_from` is the result for other heads of the same batch rows, whose geometry is taken over.
+    """
     query, size, by_kernels = inputs.query, method.block_size, method.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
         if is_traced() and by_kernels:
@@ -50,16 +53,16 @@ def prepare_selection(
         # a launch takes numbers as they are
         for_steps = with_device_numbers(method, query, keep_numbers=by_kernels)
         if by_kernels:
-            edges = None if like is None else like.edges
+            edges = None if reuse_from is None else reuse_from.edges
             return PreparedSelection(method, for_steps, True, edges=edges or _edges(inputs, size))
-        numbers = method.row_numbers(inputs.key.shape[2])
-        if numbers:
-            # a slice of rows writes out float32 numbers, and as much again
-            at_once = MOST_NUMBERS if most_bytes is None else min(MOST_NUMBERS, most_bytes // 8)
-            rows = max(1, at_once // (query.shape[0] * query.shape[1] * numbers * size)) * size
+        floats_per_row = method.floats_per_row(inputs.key.shape[2])
+        if floats_per_row:
+            # a slice materializes its float32 values, and as much again
+            at_once = MAX_FLOATS_PER_SLICE if max_bytes is None else min(MAX_FLOATS_PER_SLICE, max_bytes // 8)
+            rows = max(1, at_once // (query.shape[0] * query.shape[1] * floats_per_row * size)) * size
             if rows < query.shape[2]:
                 return PreparedSelection(method, for_steps, False, rows)
-        cut = None if like is None else like.cut
+        cut = None if reuse_from is None else reuse_from.cut
         # compiled steps compute the geometry in one graph with the rest
         if cut is None and runs_uncompiled(query) and not is_traced():
             cut = cut_into_blocks(inputs, size, plain).cut

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import is_fake, is_traced
-from flexmask.attend import Attended
+from flexmask.attend import AttentionResult
 from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_bool, check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
@@ -170,7 +170,7 @@ def sparse_attention_varlen(
     out, lse, stats = None, [], []
     for segment, inputs, of_call, reason in zip(filled, problems, of_calls, reasons, strict=True):
         if reason is not None:
-            part = Attended(*next(dense))
+            part = AttentionResult(*next(dense))
         else:
             # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
             plan = plan_call(inputs, of_call, call_options, return_lse)

@@ -61,7 +61,7 @@ def layer(head_dim: int = 16) -> SparseLayer:
 
 def engines(rows: int, *given: Tensor) -> Any:
     query, key, value = (x[0] for x in given or inputs())
-    return attend_chunk(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",)).results()
+    return attend_chunk(layer(key.shape[-1]), query[:, -rows:].transpose(0, 1), key, value, statistics=("density",)).as_returned()
 
 
 def engines_start() -> None:

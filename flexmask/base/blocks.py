@@ -52,7 +52,7 @@ class BlockProblem:
     Attributes
     ----------
     inputs
-        Checked query and key with scale, soft cap, window, padding and offset; of a method with `row_numbers` a slice of rows.
+        Checked query and key with scale, soft cap, window, padding and offset; of a method with `floats_per_row` a slice of rows.
     block_size
         Tokens per block.
     steps

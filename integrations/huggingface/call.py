@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexmask._torch import MODULES_ARE_CONSTANTS, is_exporting, is_traced
-from flexmask.attend import Attended
+from flexmask.attend import AttentionResult
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.dense_policy import head_dim_reason, notice_dense
 from flexmask.flex.block_mask import joined_mask
@@ -105,7 +105,7 @@ class LayerCall(NamedTuple):
         self.note(attended, plan.reason)
         return attended.out
 
-    def note(self, attended: Attended, reason: str | None) -> None:
+    def note(self, attended: AttentionResult, reason: str | None) -> None:
         """Record the call; without a run log why it ran dense, if it did."""
         if self.run is None:
             notice_dense(reason, self.inputs.query.shape[2])
@@ -151,7 +151,7 @@ class LayerCall(NamedTuple):
                 outs.append(call.output())
             else:
                 outs.append(next(dense)[0])
-                call.note(Attended(outs[-1], stats=stats), reason)
+                call.note(AttentionResult(outs[-1], stats=stats), reason)
         out = torch.cat(outs, 2)
         return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmask.attend import Attended
+from flexmask.attend import AttentionResult
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.serving.layers import SparseLayer
 from flexmask.plans import Plan, plan_call
@@ -39,7 +39,7 @@ class SparseRequest:
 def attend_chunk(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None,
     request: SparseRequest | None = None, statistics: tuple[str, ...] = (), with_counts: bool = False,
-) -> Attended:  # fmt: skip
+) -> AttentionResult:  # fmt: skip
     """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.attend import Attended
+from flexmask.attend import AttentionResult
 from flexmask.base.visibility import visible_blocks
 from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCall
 from flexmask.integrations.record.summary import summary_of
@@ -65,7 +65,7 @@ class Counters:
         """The statistics that calls of this step compute."""
         return IN_SOME_STEPS if self._looks else ()
 
-    def add_call(self, layer: SparseLayer, attended: Attended, rows: int, tokens: int, names_heads: bool = True) -> None:
+    def add_call(self, layer: SparseLayer, attended: AttentionResult, rows: int, tokens: int, names_heads: bool = True) -> None:
         """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting.
 
         `names_heads`: the log may name its heads that keep little.

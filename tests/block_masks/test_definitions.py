@@ -81,12 +81,12 @@ def test_keeps_the_blocks_of_its_definition(name, options, case):
 
 
 @pytest.mark.parametrize("case", ["whole", "offsets, window and left padding", "right padding"])
-@pytest.mark.parametrize("name", [name for name in DEFINITIONS if METHODS[name]().row_numbers(4096)])
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if METHODS[name]().floats_per_row(4096)])
 def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     expected = map_of(name, case_of(case))
     slices, run = [], run_method.run_plain
     monkeypatch.setattr(run_method, "run_plain", lambda *arguments: slices.append(1) or run(*arguments))
-    monkeypatch.setattr(prepared_selection, "MOST_NUMBERS", 1)
+    monkeypatch.setattr(prepared_selection, "MAX_FLOATS_PER_SLICE", 1)
     assert torch.equal(map_of(name, case_of(case)), expected)
     assert len(slices) > 1
 

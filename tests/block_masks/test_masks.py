@@ -178,7 +178,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_square_of_the_tokens(name):
-    by_rows = METHODS[name]().row_numbers(TOKENS) > 0
+    by_rows = METHODS[name]().floats_per_row(TOKENS) > 0
     with FakeTensorMode(), Largest() as largest:
         # methods that go slice by slice need only the last rows
         rows = 512 if name == "oracle" else 4096 if by_rows else TOKENS
@@ -187,7 +187,7 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         stated = HEADS * METHODS[name].checked(128, {}).for_inputs(inputs).peak_bytes_per_head(inputs)
         largest.nbytes = 0
         MASKS[name](query, key)
-    a_slice = 4 * max(prepared_selection.MOST_NUMBERS, HEADS * 128 * TOKENS) if by_rows else 0
+    a_slice = 4 * max(prepared_selection.MAX_FLOATS_PER_SLICE, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice) and largest.nbytes < TOKENS**2 / 8
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flexmask.attend import Attended
+from flexmask.attend import AttentionResult
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import block_visibility, visible_blocks
 from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
@@ -22,7 +22,7 @@ LAYERS = [role_of_shape(SHAPE, number, PrefillSettings(block_size=48)) for numbe
 def sparse(*kept):
     """A call with one query block and one head per pair of numbers, of partial and of full blocks."""
     counts = torch.tensor(kept, dtype=torch.int32).T[:, None, :, None]
-    return Attended(torch.empty(()), counts=tuple(counts))
+    return AttentionResult(torch.empty(()), counts=tuple(counts))
 
 
 def looked_at(**held):
@@ -51,7 +51,7 @@ def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
     # 100 rows see 5,050 keys in 6 blocks, the 100 after them 15,050 in 14, and 50 that run dense 1,275
     counters.add_call(LAYERS[0], sparse((1, 0), (0, 2)), 100, 100)
     counters.add_call(LAYERS[0], sparse((1, 2), (2, 2)), 100, 200)
-    counters.add_call(LAYERS[0], Attended(torch.empty(())), 50, 50)
+    counters.add_call(LAYERS[0], AttentionResult(torch.empty(())), 50, 50)
     expected = (3 / 12 * 5050 + 7 / 28 * 15050 + 1275) / 21375
     assert counters.density == counters.density == pytest.approx(expected)
     assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 29.5%"
