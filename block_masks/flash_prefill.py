@@ -73,7 +73,7 @@ class FlashPrefill(Method):
         heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
         kept = (
             problem.first_blocks(self.sink_blocks)
-            | problem.diagonals(self.window_blocks)
+            | problem.nearest_diagonals(self.window_blocks)
             | problem.last_query_blocks(self.last_blocks)
         )
         return kept | heavy | (share == 0)

@@ -58,7 +58,7 @@ class Hip(Method):
         # the range between sinks and window, by query block: (batch or 1, 1, num_q_blocks, 1)
         first_seen = problem.visible.int().argmax(-1, keepdim=True)
         start = torch.maximum(problem.first_block() + self.sink_blocks, first_seen)
-        end = (problem.seen.first_row_block[:, None, :, None] - self.window_blocks + 1).clamp(min=0)
+        end = (problem.visibility.first_row_block[:, None, :, None] - self.window_blocks + 1).clamp(min=0)
         length = (end - start).clamp(min=0)
 
         chunk = torch.arange(self.topk_blocks + 1, device=scores.device)
@@ -84,7 +84,7 @@ class Hip(Method):
         marked = torch.where(low < high, low, scores.shape[-1])
         chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
         chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
-        return chosen | problem.first_blocks(self.sink_blocks) | problem.diagonals(self.window_blocks)
+        return chosen | problem.first_blocks(self.sink_blocks) | problem.nearest_diagonals(self.window_blocks)
 
     def check(self) -> None:
         if self.block_size % self.query_stride != 0:

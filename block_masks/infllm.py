@@ -74,7 +74,7 @@ class InfLLM(Method):
         scores = scores.nan_to_num(0.0, 0.0, 0.0).mean(1, keepdim=True)
         chosen = (ranks(scores - scores.amin(-1, keepdim=True), units) < self.topk_blocks) & units
         kept = chosen | local | sinks
-        return kept.repeat_interleave(blocks, 2)[:, :, : problem.seen.visible.shape[1]]
+        return kept.repeat_interleave(blocks, 2)[:, :, : problem.visibility.visible.shape[1]]
 
 
 infllm_mask = mask_function("infllm", InfLLM)

@@ -67,9 +67,9 @@ class MInference(Method):
             near = problem.kv_block < -(-NEAR_OFFSETS // size)
             vertical = mass.vertical.masked_fill(problem.blocks_of_first_tokens(SINK_TOKENS)[:, 0], float("inf"))
             values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
-            candidates = candidate_lines(problem.seen).unsqueeze(2)
+            candidates = candidate_lines(problem.visibility).unsqueeze(2)
             kept = ranks(values, candidates) < (count / size).ceil()
-            return extended_lines(kept[0], kept[1], problem.seen)
+            return extended_lines(kept[0], kept[1], problem.visibility)
         attention = torch.where(rows.valid[:, None, :, None], attention, 0.0)
         columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
         valid = tokens.key_valid[:, None]
@@ -82,7 +82,7 @@ class MInference(Method):
         # an offset between two multiples of the block crosses two block diagonals
         crossing = slashes[..., 1:].any(-1)
         diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
-        return extended_lines(keys, diagonals, problem.seen)
+        return extended_lines(keys, diagonals, problem.visibility)
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         return map_bytes(inputs, self.block_size, LAST_ROWS)

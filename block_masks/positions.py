@@ -115,7 +115,7 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_block
     blocks = last // problem.block_size - problem.first_block() + 1
     alpha, beta = pairs[:, 0, None, None], pairs[:, 1, None, None]
     spans = (alpha / problem.block_size + beta * blocks).floor().clamp(min=1)
-    return problem.first_blocks(sink_blocks) | problem.diagonals(spans)
+    return problem.first_blocks(sink_blocks) | problem.nearest_diagonals(spans)
 
 
 @method
@@ -149,7 +149,7 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = count(8), windo
     tensor([[1, 0, 0, 1, 1, 0, 0, 0],
             [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
     """
-    return problem.first_blocks(sink_blocks) | problem.diagonals(window_blocks)
+    return problem.first_blocks(sink_blocks) | problem.nearest_diagonals(window_blocks)
 
 
 @method
@@ -187,4 +187,4 @@ def tri_shape_mask(
     tensor([[1, 0, 0, 0, 0, 1, 1, 0],
             [1, 1, 1, 1, 1, 1, 1, 1]], dtype=torch.int32)
     """
-    return problem.first_blocks(sink_blocks) | problem.diagonals(window_blocks) | problem.last_query_blocks(last_blocks)
+    return problem.first_blocks(sink_blocks) | problem.nearest_diagonals(window_blocks) | problem.last_query_blocks(last_blocks)

@@ -62,8 +62,8 @@ class Published(Method):
     max_budget: int | None = None
 
     def select(self, problem: BlockProblem) -> Choice:
-        size, seen, gamma = problem.block_size, problem.seen, problem.as_tensor(self.gamma)
-        blocks = seen.visible.shape[-1]
+        size, visibility, gamma = problem.block_size, problem.visibility, problem.as_tensor(self.gamma)
+        blocks = visibility.visible.shape[-1]
         least, cap = num_blocks(self.min_budget, size), None if self.max_budget is None else num_blocks(self.max_budget, size)
         most = blocks if cap is None else min(cap, blocks)
         last, key_means = plain.representative_mass(problem, "last"), problem.key_means()
@@ -87,10 +87,10 @@ class Published(Method):
         # at gamma 1 rounding must not decide
         query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
 
-        keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), seen) | query_aware
+        keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), visibility) | query_aware
         keep = (keep | blocks_kept_always(problem)) & problem.visible
         return Choice(
-            block_lists(keep, seen.full),
+            block_lists(keep, visibility.full),
             keep,
             {
                 "is_query_aware": lambda _: is_query_aware,

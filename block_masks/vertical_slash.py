@@ -49,13 +49,13 @@ class VerticalSlash(Method):
 
     def select(self, problem: BlockProblem) -> Tensor:
         size, mass = problem.block_size, representative_mass(problem, "last").lines
-        candidates = candidate_lines(problem.seen).unsqueeze(2)
+        candidates = candidate_lines(problem.visibility).unsqueeze(2)
         first, main = problem.first_blocks(1)[:, 0], problem.kv_block == 0
         lines = torch.stack([mass.vertical.masked_fill(first, float("inf")), mass.slash.masked_fill(main, float("inf"))])
         rank = ranks(lines, candidates)
         vertical = rank[0] < -(-self.vertical_size // size)
         slash = rank[1] < -(-self.slash_size // size)
-        return extended_lines(vertical, slash, problem.seen)
+        return extended_lines(vertical, slash, problem.visibility)
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         return map_bytes(inputs, self.block_size, self.block_size)

@@ -73,7 +73,7 @@ class XAttention(Method):
         visible = visible[:, None]
         attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
         tiles = attention.unflatten(3, (-1, size // self.stride)).sum(4).unflatten(2, (-1, size // self.stride)).sum(3)
-        forced = problem.first_blocks(1) | problem.own
+        forced = problem.first_blocks(1) | problem.diagonal_blocks
         return top_p(tiles, problem.visible, problem.as_tensor(self.threshold), forced)
 
     def check(self) -> None:

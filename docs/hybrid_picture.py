@@ -32,14 +32,14 @@ def reasons() -> Tensor:
     """Number of each block's reason, -1 if left out and -2 above the diagonal, (layers * heads, num_q_blocks, num_kv_blocks)."""
     from bench.prompts.captured import retriever_prompt
     from flexmask import hybrid_mask, plain
-    from flexmask.base.blocks import cut_into_blocks
+    from flexmask.base.blocks import block_problem
     from flexmask.base.inputs import attention_inputs
     from flexmask.block_masks.hybrid import RULE
     from flexmask.block_masks.hybrid import plain as steps
     from flexmask.export import to_block_map
 
     query, key, _ = retriever_prompt(TOKENS, device="cpu", dtype=torch.float32)
-    problem = cut_into_blocks(attention_inputs(query, key).with_offset(), BLOCK_SIZE, plain)
+    problem = block_problem(attention_inputs(query, key).with_offset(), BLOCK_SIZE, plain)
     gamma = torch.full(query.shape[1:2], GAMMA, dtype=torch.float64)
     last = plain.representative_mass(problem, "last")
     columns = steps.key_blocks(problem, last, gamma, RULE.last_row_multiple)[0, 0, :, None]

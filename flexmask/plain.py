@@ -23,13 +23,13 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
 from flexmask.base.selection import BlockLists, Blocks, block_lists
-from flexmask.base.visibility import BlockVisibility, Tokens, visible_keys, whole_blocks
+from flexmask.base.visibility import BlockVisibility, TokenValidity, visible_keys, whole_blocks
 
 
 def key_means(problem: BlockProblem) -> Tensor:
     """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32."""
     tokens = problem.tokens
-    return block_means(problem.inputs.key, None if tokens.filled else tokens.key_valid, problem.block_size)
+    return block_means(problem.inputs.key, None if tokens.all_keys_valid else tokens.key_valid, problem.block_size)
 
 
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:
@@ -54,11 +54,11 @@ class RepresentativeRows(NamedTuple):
     position: Tensor  # (batch or 1, block_size) int64
 
 
-def representative_rows(which: str, tokens: Tokens, block_size: int) -> RepresentativeRows:
+def representative_rows(which: str, tokens: TokenValidity, block_size: int) -> RepresentativeRows:
     """The last (or the middle) block_size valid query rows, adjacent or not; fewer if there are no more."""
     slot = torch.arange(block_size, device=tokens.offset.device)
     # Inductor (2.11, CUDA) cannot search in a cumsum of ones, which it folds
-    rank = tokens.row_valid.cumsum(-1) if tokens.padded else None  # (batch, q_len)
+    rank = tokens.row_valid.cumsum(-1) if tokens.has_attention_mask else None  # (batch, q_len)
     num_valid = torch.full_like(tokens.offset, tokens.row_valid.shape[1]) if rank is None else rank[:, -1]
     first = (num_valid - block_size).clamp(min=0)
     if which == "middle":
@@ -114,12 +114,12 @@ def by_offset(attention: Tensor, rows: RepresentativeRows) -> Tensor:
     return torch.where((key >= 0)[:, None], shifted, 0.0)
 
 
-def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Tensor:
+def extended_lines(vertical: Tensor, slash: Tensor, visibility: BlockVisibility) -> Tensor:
     """Extend kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool, over the whole map."""
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)
     # rows that stand in two key blocks lie on two diagonals
-    for row_diagonal in (seen.first_row_block, seen.last_row_block):
+    for row_diagonal in (visibility.first_row_block, visibility.last_row_block):
         diagonal = row_diagonal.unsqueeze(-1) - kv_block
         index = diagonal.clamp(min=0)[:, None].expand(*slash.shape[:2], -1, -1)
         on_diagonal = slash.unsqueeze(-2).expand(index.shape).gather(-1, index)
@@ -130,7 +130,7 @@ def extended_lines(vertical: Tensor, slash: Tensor, seen: BlockVisibility) -> Te
 def blocks_kept_always(problem: BlockProblem) -> Tensor:
     """First visible key block and the diagonal blocks of every query block, shaped as `BlockProblem.visible`."""
     first = problem.visible.int().argmax(-1, keepdim=True)
-    return problem.visible & ((problem.kv_block == first) | problem.own)
+    return problem.visible & ((problem.kv_block == first) | problem.diagonal_blocks)
 
 
 def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
@@ -140,7 +140,7 @@ def take_rows(query: Tensor, rows: RepresentativeRows) -> Tensor:
     return query.gather(2, index).masked_fill(~rows.valid[:, None, :, None], 0)
 
 
-def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, tokens: Tokens) -> Tensor:
+def representative_attention(inputs: AttentionInputs, rows: RepresentativeRows, tokens: TokenValidity) -> Tensor:
     """Softmax attention of the representative rows, (batch, num_heads, block_size, kv_len) float32; arbitrary where not valid."""
     visible = visible_keys(rows.position, rows.valid, tokens, inputs.window)
     query = take_rows(inputs.query, rows).float() * inputs.scale
@@ -176,8 +176,8 @@ def kept_blocks(
     `lines` are key blocks, and block diagonals if there are two. Every query block keeps its `nearest` nearest blocks; those with
     rows of `dense_rows` keep all that they see.
     """
-    keep = lines[0].unsqueeze(-2) if lines.shape[0] == 1 else extended_lines(lines[0], lines[1], problem.seen)
-    keep = keep | blocks_kept_always(problem) | problem.diagonals(nearest)
+    keep = lines[0].unsqueeze(-2) if lines.shape[0] == 1 else extended_lines(lines[0], lines[1], problem.visibility)
+    keep = keep | blocks_kept_always(problem) | problem.nearest_diagonals(nearest)
     if blocks is not None:
         keep = keep | blocks.chosen
     if dense_rows is not None:
@@ -185,4 +185,4 @@ def kept_blocks(
         stands = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.valid.unsqueeze(1)
         keep = keep | stands.any(-1)[:, None, :, None]
     keep = keep & problem.visible
-    return block_lists(keep, problem.seen.full), keep
+    return block_lists(keep, problem.visibility.full), keep

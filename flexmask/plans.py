@@ -142,7 +142,7 @@ class Plan:
             counts: list[Tensor] = []
             for group, prepared, dense_key_heads in self.groups:
                 # the lists of one group exist at a time
-                part, selection, backend = whole.of_heads(group), None, self.backend
+                part, selection, backend = whole.slice_heads(group), None, self.backend
                 if measured or with_maps or with_counts or not all(dense_key_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)
                     group_stats.append(selection.stats)
@@ -172,7 +172,7 @@ class Plan:
         # torch traces no direct call
         if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
             return self.backend
-        named, size, part = self.call_options.backend, selection.block_size, inputs.of_heads(group)
+        named, size, part = self.call_options.backend, selection.block_size, inputs.slice_heads(group)
         return chosen_backend(named, part, size, self.return_lse, shared=shared, lists_only=not has_mask_mod)
 
 
@@ -245,13 +245,13 @@ def _in_groups(
 ) -> Plan:
     groups = method.groups(inputs, call_options.max_mask_bytes)
     # a group may have fewer query heads per key head
-    first_group = inputs.of_heads(groups[0]) if len(groups) > 1 else inputs
+    first_group = inputs.slice_heads(groups[0]) if len(groups) > 1 else inputs
     backend = chosen_backend(call_options.backend, first_group, method.block_size, return_lse, lists_only=not method.is_users)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:
         same_rows = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
-        group_method, group_inputs = method.slice_heads(group.query), whole.of_heads(group)
+        group_method, group_inputs = method.slice_heads(group.query), whole.slice_heads(group)
         prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
         plans.append(GroupPlan(group, prepared, dense_key_heads[group.key]))
     absent = inputs.absent_keys()

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, is_traced, keep_static, on_device
-from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.blocks import BlockGeometry, block_problem
 from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.scores import widest_float
-from flexmask.base.visibility import BlockVisibility, Tokens
 from flexmask.compilation import runs_uncompiled
 from flexmask.method import FittedMethod, Method
 
@@ -30,12 +29,12 @@ class PreparedSelection(NamedTuple):
     """The part of a selection that no layer's numbers change."""
 
     method: FittedMethod
-    method_for_steps: Method  # the same with options as its steps take them (`with_device_numbers`)
+    method_for_steps: Method  # the method with options as its steps take them (`with_device_numbers`)
     by_kernels: bool
     rows: int | None = None  # per slice; None: `select` runs on all rows at once
-    # the geometry, for kernels and for plain steps; None: computed with the selection
+    # the geometry for kernels, and for plain steps; None: computed with the selection
     edges: Edges | None = None
-    cut: tuple[Tokens, BlockVisibility] | None = None
+    geometry: BlockGeometry | None = None
     replay: LaunchReplay | None = None
 
 
@@ -62,11 +61,11 @@ def prepare_selection(
             rows = max(1, at_once // (query.shape[0] * query.shape[1] * floats_per_row * size)) * size
             if rows < query.shape[2]:
                 return PreparedSelection(method, for_steps, False, rows)
-        cut = None if reuse_from is None else reuse_from.cut
+        geometry = None if reuse_from is None else reuse_from.geometry
         # compiled steps compute the geometry in one graph with the rest
-        if cut is None and runs_uncompiled(query) and not is_traced():
-            cut = cut_into_blocks(inputs, size, plain).cut
-        return PreparedSelection(method, for_steps, False, cut=cut)
+        if geometry is None and runs_uncompiled(query) and not is_traced():
+            geometry = block_problem(inputs, size, plain).geometry
+        return PreparedSelection(method, for_steps, False, geometry=geometry)
 
 
 def _edges(inputs: PositionedInputs, block_size: int) -> Edges:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, computed_once, on_device
-from flexmask.base.blocks import BlockProblem, cut_into_blocks
+from flexmask.base.blocks import BlockProblem, block_problem
 from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import Choice, Selection, block_lists
 from flexmask.compilation import run_compiled
@@ -36,33 +36,37 @@ def run_kernels(prepared: PreparedSelection, inputs: PositionedInputs, with_map:
 
 
 def run_plain(
-    prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...], end: Tensor | None = None
+    prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...], call_end: Tensor | None = None
 ) -> Selection:
-    """Run a method in plain steps, compiled on accelerators; in a slice of rows `end` is the whole's, (batch,)."""
+    """Run a method in plain steps, compiled on accelerators.
+
+    `call_end` is the position after the call's last row, (batch,). It is needed only if `inputs` holds a slice of the call's
+    rows.
+    """
     method, size = prepared.method_for_steps, prepared.method_for_steps.block_size
-    if prepared.cut is not None:
-        return run_on_problem(BlockProblem(inputs, size, plain, cut=prepared.cut), method, statistics)
+    if prepared.geometry is not None:
+        return run_on_problem(BlockProblem(inputs, size, plain, geometry=prepared.geometry), method, statistics)
     if method.is_users:
-        return plain_result(inputs, size, method, statistics, end)
+        return cut_and_run(inputs, size, method, statistics, call_end)
     fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
-    return run_compiled(plain_result, (method.name, fixed, statistics), inputs, size, method, statistics, end)
+    return run_compiled(cut_and_run, (method.name, fixed, statistics), inputs, size, method, statistics, call_end)
 
 
 def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...]) -> Selection:
     """Run a method in plain steps on some query rows at a time."""
-    query, q_len, first, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
+    query, q_len, offset, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
     assert rows is not None
-    if first is None:
-        first = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
+    if offset is None:
+        offset = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
     maps = []
     for start in range(0, q_len, rows):
-        part = inputs.with_fields(query=query[:, :, start : start + rows], offset=first + start)
-        keep = run_plain(prepared, part, (), first + q_len).keep
+        part = inputs.with_fields(query=query[:, :, start : start + rows], offset=offset + start)
+        keep = run_plain(prepared, part, (), offset + q_len).keep
         assert keep is not None
         maps.append(keep)
     # lists and statistics of the whole map
     whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.method_for_steps.block_size)
-    return run_compiled(plain_result, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
+    return run_compiled(cut_and_run, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,11 +79,11 @@ class MapOfSlices(Method):
         return from_map(problem, self.kept)
 
 
-def plain_result(
-    inputs: PositionedInputs, block_size: int, method: Method, statistics: tuple[str, ...], end: Tensor | None
+def cut_and_run(
+    inputs: PositionedInputs, block_size: int, method: Method, statistics: tuple[str, ...], call_end: Tensor | None
 ) -> Selection:
-    """Cut a call into blocks and run a method on it, as torch compiles both."""
-    return run_on_problem(cut_into_blocks(inputs, block_size, plain, end), method, statistics)
+    """Cut a call into blocks and run a method on it; torch compiles both together."""
+    return run_on_problem(block_problem(inputs, block_size, plain, call_end), method, statistics)
 
 
 def run_on_problem(problem: BlockProblem, method: Method, statistics: tuple[str, ...]) -> Selection:
@@ -112,6 +116,6 @@ def _check_map(kept: Any, must_give: str, problem: BlockProblem) -> None:
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     """The choice of a map of kept blocks; None: every visible block."""
     # written to memory: both lists must come from the same floats
-    limited = problem.visible if kept is None else computed_once((kept | problem.own) & problem.visible)
+    limited = problem.visible if kept is None else computed_once((kept | problem.diagonal_blocks) & problem.visible)
     limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
-    return Choice(block_lists(limited, problem.seen.full), None if kept is None else limited)
+    return Choice(block_lists(limited, problem.visibility.full), None if kept is None else limited)

@@ -30,7 +30,7 @@ _KEYWORDS = ("block_size", "window", "attention_mask", "q_offset")
 
 def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Choice:
     """Call `function`, check its mask, and drop what causality, window and padding hide."""
-    inputs, block_size, visible = problem.inputs, problem.block_size, problem.seen.visible
+    inputs, block_size, visible = problem.inputs, problem.block_size, problem.visibility.visible
     parameters = inspect.signature(function).parameters
     scores = {word: value for word, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if word in parameters}
     where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
@@ -38,7 +38,7 @@ def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str,
     _check(mask, f"method {name} must give", inputs, block_size)
     kept, full = kept_and_full(mask, visible.shape[-1])
     kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
-    full = full & problem.seen.full[:, None]
+    full = full & problem.visibility.full[:, None]
     lists = BlockLists(*ascending_indices(kept & ~full), *ascending_indices(kept & full))
     return Choice(lists, None, mask_mod=mask.mask_mod)
 

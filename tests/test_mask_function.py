@@ -21,19 +21,19 @@ from tests.expected import by_block, seen_pairs
 
 @method
 def nothing_mask(problem: BlockProblem) -> torch.Tensor:
-    return torch.zeros_like(problem.seen.visible[:, None])
+    return torch.zeros_like(problem.visibility.visible[:, None])
 
 
 @method
 def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
     """Keep every n-th key block, another set for each head."""
     heads = torch.arange(problem.inputs.query.shape[1])
-    columns = torch.arange(problem.seen.visible.shape[-1])
-    return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.seen.visible.shape[1], -1)
+    columns = torch.arange(problem.visibility.visible.shape[-1])
+    return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.visibility.visible.shape[1], -1)
 
 
 def spanned(problem: BlockProblem, blocks: int = count(2, 1), *, share: float = share(0.5)) -> torch.Tensor:
-    return problem.diagonals(blocks)
+    return problem.nearest_diagonals(blocks)
 
 
 spanned_mask = method(spanned)

@@ -79,7 +79,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     chosen = method_of(method, options.pop("block_size", 128), options).for_inputs(inputs)
     kept, of = 0.0, 0
     for group in chosen.groups(inputs, DEFAULT_MASK_BYTES):
-        part = inputs.of_heads(group)
+        part = inputs.slice_heads(group)
         lists = select_blocks(prepare_selection(chosen.slice_heads(group.query), part), part).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]

@@ -15,7 +15,7 @@ def random_blocks_mask(problem: BlockProblem, density: float = 0.2) -> Tensor:
     A block's place decides, so chunks keep what the whole prompt keeps.
     """
     heads = torch.arange(problem.inputs.query.shape[1], device=problem.kv_block.device).view(1, -1, 1, 1)
-    rows = problem.seen.first_row_block[:, None, :, None].long()
+    rows = problem.visibility.first_row_block[:, None, :, None].long()
     mixed = (heads + 1) * 73856093 + (rows + 1) * 19349663 + (problem.kv_block + 1) * 83492791
     for factor in (1274126177, 974634541):
         mixed = ((mixed ^ (mixed >> 15)) * factor) & 0xFFFFFFFF

@@ -47,7 +47,7 @@ def pattern_and_lines(
     estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
     distance = jensen_shannon_distance(estimated, pattern.lines.vertical)
     is_query_aware = (distance.to(gamma.dtype) < tau) & problem.tokens.row_valid.any(-1, keepdim=True)
-    candidates = candidate_lines(problem.seen)
+    candidates = candidate_lines(problem.visibility)
     return is_query_aware, distance, kept_lines(index.lines, candidates, is_query_aware, gamma, budget)
 
 

@@ -24,24 +24,24 @@ _COLUMNS = 512  # key blocks at a time
 
 
 @triton.jit
-def _least(gamma, gamma_bits, most, head, batch, MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr):
+def _least(gamma, gamma_bits, max_seen, head, batch, MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr):
     """The threshold of a head, float64: `MULTIPLE` times `flexmask.block_masks.hybrid.plain.threshold_unit`."""
     # Triton takes a number of Python as float32
     left = tl.full([], 1.0, tl.float64)
     left -= tl.load(gamma + head) if BY_HEAD else gamma_bits.to(tl.int64).to(tl.float64, bitcast=True)
-    return tl.full([], MULTIPLE, tl.float64) * (left / tl.maximum(tl.load(most + batch), 1).to(tl.float64))
+    return tl.full([], MULTIPLE, tl.float64) * (left / tl.maximum(tl.load(max_seen + batch), 1).to(tl.float64))
 
 
 def _read(gamma: Number, problem: BlockProblem) -> tuple[Tensor, int, bool]:
     """Gamma as kernels read it: a tensor by head, or the bits of a float64."""
     if isinstance(gamma, Tensor):
         return gamma, 0, True
-    return problem.edges.most, struct.unpack("q", struct.pack("d", gamma))[0], False
+    return problem.edges.max_seen, struct.unpack("q", struct.pack("d", gamma))[0], False
 
 
 @kernel
 def _key_blocks_kernel(
-    sums, norms, last_rows, kv_edges, most,
+    sums, norms, last_rows, kv_edges, max_seen,
     gamma,  # read if BY_HEAD
     gamma_bits,  # of the float64
     kept,  # int8
@@ -51,7 +51,7 @@ def _key_blocks_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    least = _least(gamma, gamma_bits, most, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD).to(tl.float32)
+    least = _least(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD).to(tl.float32)
     b_base, b_factor, _, _ = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_kv[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     # NaN must not be lost in a maximum
@@ -69,7 +69,7 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Number, m
     kept = last.sums.new_empty((1, batch, num_heads, blocks), dtype=torch.int8)
     by_head, bits, is_read = _read(gamma, problem)
     _key_blocks_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        last.sums, last.norms, last.rows, problem.edges.kv_edges, problem.edges.most, by_head, bits, kept, num_heads, blocks,
+        last.sums, last.norms, last.rows, problem.edges.kv_edges, problem.edges.max_seen, by_head, bits, kept, num_heads, blocks,
         MULTIPLE=float(multiple), BY_HEAD=is_read, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
         TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
@@ -79,7 +79,7 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Number, m
 @kernel
 def _row_blocks_kernel(
     squares,  # from squares_of_shares
-    number, q_edges, most,
+    number, q_edges, max_seen,
     gamma,  # read if BY_HEAD
     gamma_bits,  # of the float64
     codes,  # int8
@@ -103,7 +103,7 @@ def _row_blocks_kernel(
     o_column = begin + tl.arange(0, COLUMNS)
 
     # the threshold of the sum of squares
-    least = _least(gamma, gamma_bits, most, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD)
+    least = _least(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD)
     least_of_rows = (tl.maximum(tl.load(number + map_row), 1).to(tl.float64) * least * least).to(tl.float32)
 
     b_evidence = tl.zeros([COLUMNS], tl.float32)
@@ -165,7 +165,7 @@ def row_blocks(problem: BlockProblem, row_stride: int, gamma: Number, multiple: 
     by_head, bits, gamma_is_read = _read(gamma, problem)
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, problem.edges.q_edges, problem.edges.most, by_head, bits, codes, min_coverage if is_read else number,
+        squares, number, problem.edges.q_edges, problem.edges.max_seen, by_head, bits, codes, min_coverage if is_read else number,
         num_heads, num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage),
         MULTIPLE=float(multiple), BY_HEAD=gamma_is_read, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,
         HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read, HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,

@@ -32,8 +32,8 @@ class Rule(NamedTuple):
 
 
 def threshold_unit(problem: BlockProblem, gamma: Tensor) -> Tensor:
-    """``(1 - gamma) / N``, of which thresholds are multiples; N = `BlockProblem.most_blocks`. (batch or 1, num_heads)."""
-    return (1 - gamma) / problem.most_blocks().unsqueeze(-1).clamp(min=1)
+    """``(1 - gamma) / N``, of which thresholds are multiples; N = `BlockProblem.max_blocks_seen`. (batch or 1, num_heads)."""
+    return (1 - gamma) / problem.max_blocks_seen().unsqueeze(-1).clamp(min=1)
 
 
 def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:
@@ -43,7 +43,7 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, m
     """
     largest = torch.where(last.rows.valid[:, None, :, None], last.lines.by_row, 0.0).amax(2)
     least = (multiple * threshold_unit(problem, gamma)).float()
-    return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.seen)[0].unsqueeze(1)).unsqueeze(0)
+    return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.visibility)[0].unsqueeze(1)).unsqueeze(0)
 
 
 class RowChoice(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from flexmask.base.scores import block_means, widest_float
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import (
     BlockVisibility,
-    Tokens,
+    TokenValidity,
     block_visibility,
     last_valid_keys,
-    most_of_prompt,
+    max_seen_blocks_in_prompt,
     num_blocks,
     valid_keys,
 )
@@ -45,6 +45,13 @@ class Steps(Protocol):
     def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 
 
+class BlockGeometry(NamedTuple):
+    """Where the tokens of a problem stand, and which blocks see which."""
+
+    tokens: TokenValidity
+    visibility: BlockVisibility
+
+
 @dataclass(frozen=True)
 class BlockProblem:
     """One attention problem cut into blocks.
@@ -52,13 +59,14 @@ class BlockProblem:
     Attributes
     ----------
     inputs
-        Checked query and key with scale, soft cap, window, padding and offset; of a method with `floats_per_row` a slice of rows.
+        Checked query and key with scale, soft cap, window, padding and offset; a slice of the rows if the method has
+        `floats_per_row`.
     block_size
         Tokens per block.
     steps
         The shared steps, plain or kernels.
     with_map
-        True if the map of kept blocks is needed, which plain steps always make.
+        True if the map of kept blocks is needed; plain steps make it in any case.
     """
 
     inputs: PositionedInputs
@@ -66,36 +74,38 @@ class BlockProblem:
     steps: Steps
     with_map: bool = True
     edges: Any = None  # the geometry as kernels read it, `flexmask.kernels.visibility.Edges`; None for plain steps
-    cut: tuple[Tokens, BlockVisibility] | None = None  # `tokens` and `seen`; None: computed where they are read
+    geometry: BlockGeometry | None = None  # None: computed where it is read
 
     @property
     def by_kernels(self) -> bool:
         return self.edges is not None
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> TokenValidity:
         """Positions of the rows, and valid rows and keys."""
-        return self.inputs.tokens() if self.cut is None else self.cut[0]
+        return self.inputs.tokens() if self.geometry is None else self.geometry.tokens
 
     @property
-    def seen(self) -> BlockVisibility:
+    def visibility(self) -> BlockVisibility:
         """Visible and full blocks, and the key blocks of each query block's first and last row."""
-        return block_visibility(self.tokens, self.block_size, self.inputs.window) if self.cut is None else self.cut[1]
+        if self.geometry is not None:
+            return self.geometry.visibility
+        return block_visibility(self.tokens, self.block_size, self.inputs.window)
 
     @property
     def visible(self) -> Tensor:
-        """`seen.visible` with a dimension for heads."""
-        return self.seen.visible[:, None]
+        """Blocks with a visible pair, (batch or 1, 1, num_q_blocks, num_kv_blocks) bool."""
+        return self.visibility.visible[:, None]
 
     @property
-    def own(self) -> Tensor:
+    def diagonal_blocks(self) -> Tensor:
         """Key blocks of each query block's first and last row, shaped as `visible`."""
-        first, last = self.seen.first_row_block.unsqueeze(-1), self.seen.last_row_block.unsqueeze(-1)
+        first, last = self.visibility.first_row_block.unsqueeze(-1), self.visibility.last_row_block.unsqueeze(-1)
         return ((self.kv_block == first) | (self.kv_block == last))[:, None]
 
     @property
     def kv_block(self) -> Tensor:
-        return torch.arange(self.seen.visible.shape[-1], device=self.seen.visible.device)
+        return torch.arange(self.visibility.visible.shape[-1], device=self.visibility.visible.device)
 
     def as_tensor(self, option: Any, shape: tuple[int, ...] = ()) -> Tensor:
         """A float or per-head option as a tensor; a number fills `shape`."""
@@ -106,14 +116,14 @@ class BlockProblem:
 
     def blocks_seen(self) -> Tensor:
         """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int."""
-        return self.seen.visible.sum(-1) if self.edges is None else self.edges.seen
+        return self.visibility.visible.sum(-1) if self.edges is None else self.edges.num_seen
 
-    def most_blocks(self) -> Tensor:
-        """The most key blocks that a query block of the prompt sees, (batch or 1,) int."""
+    def max_blocks_seen(self) -> Tensor:
+        """Largest number of key blocks that any query block of the whole prompt sees, (batch or 1,) int."""
         if self.edges is not None:
-            return cast(Tensor, self.edges.most)
-        inputs = self.inputs
-        return most_of_prompt(self.blocks_seen().amax(-1), inputs.end, inputs.prompt_len, self.block_size, inputs.window)
+            return cast(Tensor, self.edges.max_seen)
+        inputs, max_seen = self.inputs, self.blocks_seen().amax(-1)
+        return max_seen_blocks_in_prompt(max_seen, inputs.end, inputs.prompt_len, self.block_size, inputs.window)
 
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
@@ -128,8 +138,8 @@ class BlockProblem:
         return self.steps.key_means(self)
 
     def query_means(self, blocks: int = 1) -> Tensor:
-        """Mean of the valid rows of every `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
-        valid = self.tokens.row_valid if self.tokens.padded else None
+        """Mean of the valid rows of each `blocks` query blocks, (batch, num_heads, .., head_dim) float32; 0 without any."""
+        valid = self.tokens.row_valid if self.tokens.has_attention_mask else None
         return block_means(self.inputs.query, valid, blocks * self.block_size)
 
     def first_block(self) -> Tensor:
@@ -147,9 +157,9 @@ class BlockProblem:
         before = valid.cumsum(-1) - valid
         return ((before < count) & (valid > 0))[:, None, None]
 
-    def diagonals(self, count: int | Tensor) -> Tensor:
-        """Blocks on the nearest `count` block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool."""
-        return self.seen.first_row_block[:, None, :, None] - self.kv_block < count
+    def nearest_diagonals(self, count: int | Tensor) -> Tensor:
+        """Blocks on the `count` nearest block diagonals, (batch or 1, 1 or num_heads, num_q_blocks, num_kv_blocks) bool."""
+        return self.visibility.first_row_block[:, None, :, None] - self.kv_block < count
 
     def blocks_within(self, distance: int) -> Tensor:
         """Blocks with a visible pair less than `distance` tokens apart, shaped as `visible`."""
@@ -165,7 +175,12 @@ class BlockProblem:
         return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
 
 
-def cut_into_blocks(inputs: PositionedInputs, block_size: int, steps: Steps, end: Tensor | None = None) -> BlockProblem:
-    """Cut a call into blocks, for plain steps; of a slice of rows, `end` is the position after the whole's last row, (batch,)."""
-    tokens = inputs.tokens(end)
-    return BlockProblem(inputs, block_size, steps, cut=(tokens, block_visibility(tokens, block_size, inputs.window)))
+def block_problem(inputs: PositionedInputs, block_size: int, steps: Steps, call_end: Tensor | None = None) -> BlockProblem:
+    """Cut a call into blocks, for plain steps.
+
+    `call_end` is the position after the call's last row, (batch,). It is needed only if `inputs` holds a slice of the call's
+    rows.
+    """
+    tokens = inputs.tokens(call_end)
+    geometry = BlockGeometry(tokens, block_visibility(tokens, block_size, inputs.window))
+    return BlockProblem(inputs, block_size, steps, geometry=geometry)

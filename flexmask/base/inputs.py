@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.checks import DTYPES, check_inputs, plain_number
-from flexmask.base.visibility import Tokens, num_blocks, token_validity
+from flexmask.base.visibility import TokenValidity, num_blocks, token_validity
 
 # found at import, as dynamo cannot trace the question
 _DEVICES = frozenset(
@@ -54,18 +54,23 @@ class AttentionInputs(NamedTuple):
 
     @property
     def end(self) -> Tensor | int:
-        """Position after the last row, a number or (batch,)."""
+        """Position after the last row: kv_len, or (batch,) with an offset."""
         return self.key.shape[2] if self.offset is None else self.offset + self.query.shape[2]
 
     def block_pairs(self, block_size: int) -> int:
         """Number of pairs of a query block and a key block."""
         return num_blocks(self.query.shape[2], block_size) * num_blocks(self.key.shape[2], block_size)
 
-    def tokens(self, end: Tensor | None = None) -> Tokens:
-        """Positions of its rows, and valid rows and keys; of a slice of rows, `end` is the position after the whole's last."""
-        return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key, end)
+    def tokens(self, call_end: Tensor | None = None) -> TokenValidity:
+        """Positions of the rows, and valid rows and keys.
 
-    def of_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
+        `call_end` is the position after the call's last row, (batch,). It is needed only if the inputs hold a slice of the
+        call's rows.
+        """
+        return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key, call_end)
+
+    def slice_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
+        """The inputs of a group of heads, as views; `self` for a group of all heads."""
         sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
         if sizes == (self.query.shape[0], self.query.shape[1]):
             return self

@@ -16,45 +16,47 @@ from torch import Tensor
 from flexmask._torch import is_traced
 
 
-class Tokens(NamedTuple):
-    """Positions of the query rows, and valid tokens."""
+class TokenValidity(NamedTuple):
+    """Positions of the query rows, and which rows and keys are valid tokens."""
 
     offset: Tensor  # (..,) int64: position of query row 0
-    position: Tensor  # (.., q_len) int64: of each query row
+    position: Tensor  # (.., q_len) int64: position of each query row
     key_valid: Tensor  # (.., kv_len) bool
     row_valid: Tensor  # (.., q_len) bool
-    padded: bool  # without an attention mask every query row is valid
-    filled: bool  # every key is valid: neither padding nor an offset
+    has_attention_mask: bool  # False: every query row is valid
+    all_keys_valid: bool  # True where no value must be read to know it: without an attention mask and an offset
 
 
 class BlockVisibility(NamedTuple):
     """Visible and full pairs of blocks."""
 
-    visible: Tensor  # (.., num_q_blocks, num_kv_blocks) bool: some pair is visible
-    full: Tensor  # every existing pair is visible
+    visible: Tensor  # (.., num_q_blocks, num_kv_blocks) bool: some pair of tokens is visible
+    full: Tensor  # the same shape: every existing pair of tokens is visible
     first_row_block: Tensor  # (.., num_q_blocks) int64: key block of the first row's position
-    last_row_block: Tensor  # of the last row's
+    last_row_block: Tensor  # (.., num_q_blocks) int64: key block of the last row's position
 
 
 def num_blocks(length: int, block_size: int) -> int:
     return (length + block_size - 1) // block_size
 
 
-def most_of_prompt(most: Tensor, end: Tensor | int, prompt_len: int | None, block_size: int, window: int | None) -> Tensor:
-    """The most key blocks that a query block of the whole prompt sees, shaped as `most`, or (batch,): that of rows before `end`.
+def max_seen_blocks_in_prompt(
+    max_seen: Tensor, end: Tensor | int, prompt_len: int | None, block_size: int, window: int | None
+) -> Tensor:
+    """Largest number of key blocks that any query block of the whole prompt sees, shaped as `max_seen`, or (batch,).
 
-    Every block of the prompt after these rows is one more, up to those that a window reaches.
+    `max_seen` is the largest number before `end`. Each later block adds one, up to what the window reaches.
     """
     if prompt_len is None:
-        return most
+        return max_seen
     # int32 holds the sums and the limits
-    of_prompt = min(num_blocks(prompt_len, block_size), 2**30)
-    following = of_prompt - (end + block_size - 1) // block_size
-    following = max(following, 0) if isinstance(following, int) else following.clamp(min=0)
+    blocks_in_prompt = min(num_blocks(prompt_len, block_size), 2**30)
+    later = blocks_in_prompt - (end + block_size - 1) // block_size
+    later = max(later, 0) if isinstance(later, int) else later.clamp(min=0)
     if window is None:
-        return most + following
-    of_window = min((window + block_size - 2) // block_size + 1, 2**30)
-    return torch.maximum(most, (most + following).clamp(max=of_window))
+        return max_seen + later
+    blocks_in_window = min((window + block_size - 2) // block_size + 1, 2**30)
+    return torch.maximum(max_seen, (max_seen + later).clamp(max=blocks_in_window))
 
 
 @functools.lru_cache(maxsize=128)
@@ -68,38 +70,39 @@ def visible_blocks(q_len: int, kv_len: int, block_size: int, window: int | None 
 
 
 def token_validity(
-    q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor, end: Tensor | None = None
-) -> Tokens:
+    q_len: int, kv_len: int, offset: Tensor | None, attention_mask: Tensor | None, key: Tensor, call_end: Tensor | None = None
+) -> TokenValidity:
     """Positions and validity of every token; `offset` (None: bottom-right alignment) is clamped to [0, kv_len - q_len].
 
-    Keys are filled up to the last row's position, or before `end`, (batch,).
+    Keys are valid up to the last row's position, or before `call_end`, (batch,), if the rows are a slice of the call's.
     """
-    filled = offset is None and attention_mask is None
+    all_keys_valid = offset is None and attention_mask is None
     if offset is None:
         offset = torch.full((1,), kv_len - q_len, dtype=torch.int64, device=key.device)
     else:
         offset = offset.to(torch.int64).clamp(0, kv_len - q_len).reshape(-1)
-    key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len if end is None else end).unsqueeze(-1)
+    key_valid = torch.arange(kv_len, device=key.device) < (offset + q_len if call_end is None else call_end).unsqueeze(-1)
     position = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     if attention_mask is None:
-        return Tokens(offset, position, key_valid, torch.ones_like(position, dtype=torch.bool), padded=False, filled=filled)
+        row_valid = torch.ones_like(position, dtype=torch.bool)
+        return TokenValidity(offset, position, key_valid, row_valid, False, all_keys_valid)
     key_valid = key_valid & (attention_mask != 0)
     row_valid = key_valid.gather(1, position.expand(key_valid.shape[0], -1))
-    return Tokens(offset.expand(key_valid.shape[0]), position, key_valid, row_valid, padded=True, filled=filled)
+    return TokenValidity(offset.expand(key_valid.shape[0]), position, key_valid, row_valid, True, all_keys_valid)
 
 
-def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> BlockVisibility:
+def block_visibility(tokens: TokenValidity, block_size: int, window: int | None) -> BlockVisibility:
     """Exact visibility of every pair of blocks.
 
-    A query block sees every key block that one of its valid rows stands in. Of an earlier key block its first valid row sees
-    something iff the block's last valid key lies in that row's window; later rows see no more.
+    A query block sees every key block that one of its valid rows stands in. It sees an earlier key block iff the block's last
+    valid key lies in the window of its first valid row; later rows see no earlier key blocks.
     """
     device, kv_len, q_len = tokens.offset.device, tokens.key_valid.shape[1], tokens.row_valid.shape[1]
     kv_block = torch.arange(num_blocks(kv_len, block_size), device=device)
     first_key = kv_block * block_size
     last_key = (first_key + block_size).clamp(max=kv_len) - 1
     keys_whole = valid_keys(tokens, block_size) == last_key + 1 - first_key
-    far = kv_len if window is None else min(window, kv_len)  # a distance that no visible pair reaches
+    max_distance = kv_len if window is None else min(window, kv_len)  # which no visible pair reaches
 
     # a column for each query block
     first_slot = torch.arange(num_blocks(q_len, block_size), device=device) * block_size
@@ -107,13 +110,13 @@ def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> Blo
     last_row = first_row + ((first_slot + block_size).clamp(max=q_len) - 1 - first_slot).unsqueeze(-1)
     row_valid = in_blocks(tokens.row_valid, block_size, False)
     position = first_row + torch.arange(block_size, device=device)
-    # without a valid row beyond what any key reaches, and before the first block
+    # without a valid row: beyond what any key reaches, and before the first block
     first_valid_row = torch.where(row_valid, position, 2 * kv_block.shape[0] * block_size).amin(-1, keepdim=True)
     last_valid_row = torch.where(row_valid, position, -1).amax(-1, keepdim=True)
     rows_whole = row_valid.sum(-1, keepdim=True) == last_row + 1 - first_row
 
     stands_in = (kv_block == first_valid_row // block_size) | (kv_block == last_valid_row // block_size)
-    reaches = first_valid_row - last_valid_keys(tokens, block_size).unsqueeze(-2) < far
+    reaches = first_valid_row - last_valid_keys(tokens, block_size).unsqueeze(-2) < max_distance
     full = rows_whole & keys_whole.unsqueeze(-2) & (last_key <= first_row)
     if window is not None:
         full = full & (last_row - first_key < window)
@@ -121,42 +124,42 @@ def block_visibility(tokens: Tokens, block_size: int, window: int | None) -> Blo
     return BlockVisibility(visible, full, first_row.squeeze(-1) // block_size, last_row.squeeze(-1) // block_size)
 
 
-def blocks_seen_by_rows(positions: Tensor, tokens: Tokens, block_size: int, window: int | None) -> Tensor:
+def blocks_seen_by_rows(positions: Tensor, tokens: TokenValidity, block_size: int, window: int | None) -> Tensor:
     """Key blocks with a key visible to a valid row at each of `positions`, (batch or 1, rows, num_kv_blocks) bool."""
     kv_len = tokens.key_valid.shape[1]
     kv_block = torch.arange(num_blocks(kv_len, block_size), device=positions.device)
     last_valid_key = last_valid_keys(tokens, block_size).unsqueeze(-2)
     positions = positions.unsqueeze(-1)
-    own = positions // block_size
+    row_block = positions // block_size
     reaches = positions - last_valid_key < (kv_len if window is None else min(window, kv_len))
-    return (kv_block == own) | ((kv_block < own) & reaches)
+    return (kv_block == row_block) | ((kv_block < row_block) & reaches)
 
 
-def visible_keys(positions: Tensor, row_valid: Tensor, tokens: Tokens, window: int | None) -> Tensor:
+def visible_keys(positions: Tensor, row_valid: Tensor, tokens: TokenValidity, window: int | None) -> Tensor:
     """Keys visible to rows at `positions`, (batch or 1, rows, kv_len) bool; `row_valid` is (batch or 1, rows)."""
     key, positions = torch.arange(tokens.key_valid.shape[1], device=positions.device), positions.unsqueeze(-1)
     visible = tokens.key_valid.unsqueeze(-2) & row_valid.unsqueeze(-1) & (key <= positions)
     return visible if window is None else visible & (key > positions - window)
 
 
-def candidate_lines(seen: BlockVisibility) -> Tensor:
+def candidate_lines(visibility: BlockVisibility) -> Tensor:
     """Key blocks, then block diagonals, that hold a visible block, (2, batch or 1, num_kv_blocks) bool."""
-    visible = seen.visible
+    visible = visibility.visible
     diagonal = torch.arange(visible.shape[-1], device=visible.device)
     holds = torch.zeros_like(visible[:, 0])
-    for row_diagonal in (seen.first_row_block, seen.last_row_block):
+    for row_diagonal in (visibility.first_row_block, visibility.last_row_block):
         kv_block = row_diagonal.unsqueeze(-1) - diagonal
         on_diagonal = visible.gather(-1, kv_block.clamp(min=0).expand(visible.shape)) & (kv_block >= 0)
         holds = holds | on_diagonal.any(-2)
     return torch.stack([visible.any(-2), holds])
 
 
-def valid_keys(tokens: Tokens, block_size: int) -> Tensor:
+def valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
     """Valid keys per key block, int64."""
     return in_blocks(tokens.key_valid, block_size, False).sum(-1)
 
 
-def last_valid_keys(tokens: Tokens, block_size: int) -> Tensor:
+def last_valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
     """Position of each key block's last valid key, int64; -kv_len without any."""
     valid = in_blocks(tokens.key_valid, block_size, False)
     position = torch.arange(valid.shape[1] * block_size, device=valid.device).unflatten(0, (-1, block_size))

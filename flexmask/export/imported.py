@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask import plain
 from flexmask._torch import is_fake
-from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.blocks import block_problem
 from flexmask.base.checks import check_int, check_plain, plain_number
 from flexmask.base.option_checks import check_block_size, check_count
 from flexmask.base.selection import Selection, block_lists
@@ -80,12 +80,12 @@ def from_block_map(
         attention_mask = attention_mask.to(block_map.device) != 0
     offset = None if q_offset is None else torch.full((batch,), q_offset, dtype=torch.int32, device=block_map.device)
     inputs = inputs_of_mask(block_map, (q_len, kv_len), window, attention_mask, offset)
-    problem, keep = cut_into_blocks(inputs, block_size, plain), block_map != 0
+    problem, keep = block_problem(inputs, block_size, plain), block_map != 0
     unseen = keep & ~problem.visible
     _refuse_first(unseen, "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees")
-    lost = problem.own & problem.visible & ~keep & keep.any(-1, keepdim=True)
+    lost = problem.diagonal_blocks & problem.visible & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
-    lists = block_lists(keep, problem.seen.full.expand(batch, -1, -1))
+    lists = block_lists(keep, problem.visibility.full.expand(batch, -1, -1))
     return block_mask(inputs, Selection(lists, keep, {}, block_size, title="imported"))
 
 

@@ -34,7 +34,7 @@ def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor
     if not is_traced():
         most = _MOST_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MOST_VISIBLE // batch
         rows = max(1, most // kv_len)
-    hidden = None if tokens.filled else ~tokens.key_valid
+    hidden = None if tokens.all_keys_valid else ~tokens.key_valid
     outs, lses = [], []
     cuts = query.split(rows, 2), tokens.position.split(rows, 1), tokens.row_valid.split(rows, 1)
     for part, position, row_valid in zip(*cuts, strict=True):

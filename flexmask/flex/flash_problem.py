@@ -91,9 +91,9 @@ def flash_problem(call: FlashCall, device: torch.device) -> tuple[PositionedInpu
     inputs = AttentionInputs(query, key, value, scale, softcap, window, token, needs_grad=with_gradients).with_offset()
 
     tokens = inputs.tokens()
-    seen = block_visibility(tokens, size, window)
-    keep = _kept(seen.visible.shape, 1 if call.shared else heads, offset // size, device)
-    mask = block_mask(inputs, Selection(block_lists(keep & seen.visible[:, None], seen.full), None, {}, size))
+    visibility = block_visibility(tokens, size, window)
+    keep = _kept(visibility.visible.shape, 1 if call.shared else heads, offset // size, device)
+    mask = block_mask(inputs, Selection(block_lists(keep & visibility.visible[:, None], visibility.full), None, {}, size))
     visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]
     return inputs, mask, visible, in_kept & visible

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.inputs import PositionedInputs
-from flexmask.base.visibility import most_of_prompt, num_blocks
+from flexmask.base.visibility import max_seen_blocks_in_prompt, num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
 _BLOCKS = 16  # of a program
@@ -22,20 +22,20 @@ WHICH = ("last", "middle")
 class Edges(NamedTuple):
     """The geometry as kernels read it, int32.
 
-    Of query blocks `q_edges` has the planes of `row_edges`, then the number of key blocks seen; `most` is the largest of these,
-    by `most_of_prompt`. Of key blocks `kv_edges` has the last valid key (-kv_len without any), whether all keys are valid, the
-    number of valid keys, and the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has
-    the offset and then the rows of that name, -1 where there is none, by `WHICH`.
+    Planes of `q_edges`, per query block: those of `row_edges`, then the number of key blocks seen. `max_seen` is the largest of
+    these numbers, by `max_seen_blocks_in_prompt`. Planes of `kv_edges`, per key block: the last valid key (-kv_len without any),
+    whether all keys are valid, the number of valid keys, and the candidates: key blocks, then block diagonals, that hold a
+    visible block. `representative` has a plane for each name in `WHICH`: the offset, then the rows, -1 where there is none.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)
     kv_edges: Tensor  # (batch, 5, num_kv_blocks)
     representative: Tensor  # (2, batch, 1 + block_size)
-    most: Tensor  # (batch,)
+    max_seen: Tensor  # (batch,)
 
     @property
-    def seen(self) -> Tensor:
-        """Key blocks that each query block sees, (batch, num_q_blocks)."""
+    def num_seen(self) -> Tensor:
+        """Number of key blocks that each query block sees, (batch, num_q_blocks)."""
         return self.q_edges[:, 5]
 
 
@@ -44,25 +44,25 @@ def edges_of(inputs: PositionedInputs, block_size: int) -> Edges:
     query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
     q_blocks, kv_blocks = num_blocks(q_len, block_size), num_blocks(kv_len, block_size)
-    q_edges, kv_edges, representative, most_seen = (
+    q_edges, kv_edges, representative, max_seen = (
         query.new_empty(shape, dtype=torch.int32)
         for shape in ((batch, 6, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size), (batch,))
     )
     counted = mask is not None or inputs.window is not None
     mask = None if mask is None else mask.contiguous()
-    most = max(q_blocks, kv_blocks)
+    most_blocks = max(q_blocks, kv_blocks)
     padded_size = next_power_of_2(block_size)
-    _edges_kernel[(cdiv(most, _BLOCKS) + 1, batch)](
+    _edges_kernel[(cdiv(most_blocks, _BLOCKS) + 1, batch)](
         q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, representative,
-        most_seen, q_len, kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None,
+        max_seen, q_len, kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None,
         COUNTED=counted, BLOCK_SIZE=block_size, PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
     )  # fmt: skip
     if counted:
-        _visible_kernel[(most, batch)](
-            q_edges, kv_edges, most_seen, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
+        _visible_kernel[(most_blocks, batch)](
+            q_edges, kv_edges, max_seen, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
-    most_seen = most_of_prompt(most_seen, inputs.end, inputs.prompt_len, block_size, inputs.window)
-    return Edges(q_edges, kv_edges, representative, most_seen)
+    max_seen = max_seen_blocks_in_prompt(max_seen, inputs.end, inputs.prompt_len, block_size, inputs.window)
+    return Edges(q_edges, kv_edges, representative, max_seen)
 
 
 @kernel
@@ -70,7 +70,7 @@ def _edges_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
     q_edges, kv_edges, representative,
-    most,  # of the key blocks seen
+    max_seen,  # of the key blocks seen
     q_len, kv_len, num_q_blocks, num_kv_blocks,
     HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, COUNTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr,
@@ -93,7 +93,7 @@ def _edges_kernel(
             number = tl.sum(b_rows, 0)
         first = tl.maximum(number - BLOCK_SIZE, 0)
         # of a window or padding `_visible_kernel` finds the most
-        tl.store(most + batch, 0 if COUNTED else (filled_end - 1) // BLOCK_SIZE + 1)
+        tl.store(max_seen + batch, 0 if COUNTED else (filled_end - 1) // BLOCK_SIZE + 1)
         p_rows = representative + batch * (1 + BLOCK_SIZE)
         plane = tl.num_programs(1) * (1 + BLOCK_SIZE)
         m_slot = o_slot < BLOCK_SIZE
@@ -163,7 +163,7 @@ def _edges_kernel(
 
 @kernel
 def _visible_kernel(
-    q_edges, kv_edges, most, kv_len, num_q_blocks, num_kv_blocks, max_distance,
+    q_edges, kv_edges, max_seen, kv_len, num_q_blocks, num_kv_blocks, max_distance,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
@@ -182,7 +182,7 @@ def _visible_kernel(
             b_seen += (m_sees & m_kv).to(tl.int32)
         seen = tl.sum(b_seen, 0)
         tl.store(p_q_edges + 5 * num_q_blocks + index, seen)
-        tl.atomic_max(most + batch, seen)
+        tl.atomic_max(max_seen + batch, seen)
     if index < num_kv_blocks:
         last_valid_key = tl.load(p_kv_edges + index)
         b_vertical = tl.zeros([TILE], tl.int32)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.blocks import block_problem
 from flexmask.base.head_groups import head_groups
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped, grouped_scores
@@ -37,10 +37,10 @@ class HeldAttention:
             for group, selected in attended.selections:
                 keep = selected.keep
                 if keep is None:  # every visible block
-                    keep = cut_into_blocks(inputs.of_heads(group), block_size, plain).visible
+                    keep = block_problem(inputs.slice_heads(group), block_size, plain).visible
                 keep = keep[0].expand(group.query.stop - group.query.start, -1, -1)
                 for head, kept in zip(range(group.query.start, group.query.stop), keep, strict=True):
-                    of_head = inputs.of_heads(heads[head])
+                    of_head = inputs.slice_heads(heads[head])
                     held.append(held_by_quarter(of_head, kept, block_size))
                     if (call.layer, head) in self._heads:
                         self.maps[call.layer, head] = block_attention(of_head, block_size), kept.cpu()

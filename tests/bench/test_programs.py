@@ -119,7 +119,7 @@ def test_compares_a_method_of_a_file(tmp_path):
     file, empty = tmp_path / "near_blocks.py", tmp_path / "empty.py"
     file.write_text(
         "from flexmask.mask_function import method\n\n\n"
-        "@method\ndef near_blocks_mask(problem, count=8):\n    return problem.diagonals(count)\n"
+        "@method\ndef near_blocks_mask(problem, count=8):\n    return problem.nearest_diagonals(count)\n"
     )
     empty.write_text("x = 1\n")
     try:

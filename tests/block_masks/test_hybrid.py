@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flexmask import compilation, hybrid_mask, plain, prepared_selection
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import cut_into_blocks
+from flexmask.base.blocks import block_problem
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import hybrid
 from tests.cases import Case, Config, by_kernels, cases, hybrid_rule, lower_thresholds, sparse_cases, structured_inputs
@@ -126,7 +126,7 @@ def test_shares_are_of_the_blocks_that_the_widest_query_block_sees(gamma, window
     query, padding = torch.zeros(2, 1, 320, 16), torch.ones(2, 320, dtype=torch.bool)
     padding[1, :130] = False
     inputs = attention_inputs(query, query, attention_mask=padding, window=window).with_offset()
-    problem = cut_into_blocks(inputs, 16, plain)
+    problem = block_problem(inputs, 16, plain)
     found = hybrid.plain.threshold_unit(problem, problem.as_tensor(gamma, (1,)))
     most = (20, 12) if window is None else (8, 8)
     torch.testing.assert_close(found[:, 0].tolist(), [(1 - gamma) / number for number in most])
@@ -141,7 +141,7 @@ def test_a_chunk_s_shares_are_those_of_its_prompt(rows, tokens, window):
     for q, k, prompt_len in ((query, prompt[:, :, :tokens], 330), (prompt, prompt, None)):
         mask = padding[:, : k.shape[2]]
         inputs = attention_inputs(q, k, attention_mask=mask, window=window, prompt_len=prompt_len).with_offset()
-        problem = cut_into_blocks(inputs, 16, plain)
+        problem = block_problem(inputs, 16, plain)
         shares.append(hybrid.plain.threshold_unit(problem, problem.as_tensor(0.9, (1,))))
     assert torch.equal(*shares)
 

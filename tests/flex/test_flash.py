@@ -209,7 +209,7 @@ def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeyp
     @mask_function.method
     def itself_mask(problem):
         keep = problem.visible.expand(1, 2, -1, -1)
-        return Choice(block_lists(keep, torch.zeros_like(problem.seen.full)), None, {}, only_itself)
+        return Choice(block_lists(keep, torch.zeros_like(problem.visibility.full)), None, {}, only_itself)
 
     query, key, value = torch.randn(3, 1, 2, 40, 16)
     out = sparse_attention(query, key, value, method=itself_mask, block_size=16, dense_below=0)

@@ -61,7 +61,7 @@ def test_held_attention_is_that_of_sampled_rows(given):
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
     inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords())
     heads = head_groups(inputs.query, inputs.key, 1)
-    found = torch.stack([held_by_quarter(inputs.of_heads(head), keep[0, at], 16, rows=2) for at, head in enumerate(heads)])
+    found = torch.stack([held_by_quarter(inputs.slice_heads(head), keep[0, at], 16, rows=2) for at, head in enumerate(heads)])
     kept = keep[0].repeat_interleave(16, 1).repeat_interleave(16, 2)[:, : case.query.shape[2], :200]
     taken = [int((number + 0.5) * case.query.shape[2] / 8) for number in range(8)]
     expected = (weights(case) * kept).sum(-1)[:, taken].unflatten(1, (4, 2)).mean(-1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flexmask import plain as shared
-from flexmask.base.blocks import BlockProblem, cut_into_blocks
+from flexmask.base.blocks import BlockProblem, block_problem
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.visibility import candidate_lines
 from flexmask.block_masks.hybrid import plain
@@ -26,7 +26,7 @@ def problems(q_len=90, heads=2, sharpness=5.0, padded=True, **scores):
     query, key = structured_inputs(torch.Generator().manual_seed(2), 3, heads, 1, q_len, 110, 16, sharpness)
     inputs = attention_inputs(query, key, attention_mask=MASK if padded else None, **scores).with_offset()
     edges = shared_kernels.edges_of(inputs, BLOCK)
-    return cut_into_blocks(inputs, BLOCK, shared), BlockProblem(inputs, BLOCK, shared_kernels, True, edges)
+    return block_problem(inputs, BLOCK, shared), BlockProblem(inputs, BLOCK, shared_kernels, True, edges)
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def problems(q_len=90, heads=2, sharpness=5.0, padded=True, **scores):
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_most_blocks_seen(scores, padded):
     of_plain, of_kernels = problems(padded=padded, **scores)
-    assert torch.equal(of_kernels.edges.most.long(), of_plain.blocks_seen().amax(-1).expand(3))
+    assert torch.equal(of_kernels.edges.max_seen.long(), of_plain.blocks_seen().amax(-1).expand(3))
     for tokens in (1, 111, 300):
         one, other = problems(padded=padded, prompt_len=tokens, **scores)
-        assert torch.equal(other.most_blocks().long(), one.most_blocks().expand(3))
+        assert torch.equal(other.max_blocks_seen().long(), one.max_blocks_seen().expand(3))
     # the short window's blocks are all in this chunk
-    assert torch.equal(other.most_blocks()[:2], of_kernels.edges.most[:2]) == (scores.get("window") == 40)
+    assert torch.equal(other.max_blocks_seen()[:2], of_kernels.edges.max_seen[:2]) == (scores.get("window") == 40)
 
 
 # float32 has no such number below 1
@@ -54,7 +54,7 @@ def test_key_blocks_of_the_last_rows():
     problem, of_kernels = problems(heads=3)
     problem.inputs.query[0, 1, -3] = torch.nan
     last, mass = of_kernels.steps.representative_mass(of_kernels, "last"), shared.representative_mass(problem, "last")
-    candidates = candidate_lines(problem.seen)[0].unsqueeze(1)
+    candidates = candidate_lines(problem.visibility)[0].unsqueeze(1)
     for gamma, multiple in ((BY_HEAD, 2.0), (BY_HEAD, 1e9), (0.6, 4.0), (HIGH, 1e9)):
         expected = plain.key_blocks(problem, mass, problem.as_tensor(gamma, (3,)), multiple)
         assert torch.equal(kernels.key_blocks(of_kernels, last, gamma, multiple) != 0, expected)
