@@ -22,7 +22,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
-from flexmask.base.selection import BlockLists, Blocks, block_lists
+from flexmask.base.selection import BlockLists, ChosenBlocks, block_lists
 from flexmask.base.visibility import BlockVisibility, TokenValidity, visible_keys, whole_blocks
 
 
@@ -169,7 +169,11 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
 
 
 def kept_blocks(
-    problem: BlockProblem, lines: Tensor, blocks: Blocks | None, nearest: int = 0, dense_rows: RepresentativeMass | None = None
+    problem: BlockProblem,
+    lines: Tensor,
+    blocks: ChosenBlocks | None,
+    nearest: int = 0,
+    dense_rows: RepresentativeMass | None = None,
 ) -> tuple[BlockLists, Tensor]:
     """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks.
 

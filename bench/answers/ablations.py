@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexmask.base.selection import Blocks, Choice
+from flexmask.base.selection import Choice, ChosenBlocks
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import FlexPrefill
 from flexmask.block_masks.hybrid import RULE, Hybrid, plain
@@ -48,7 +48,7 @@ class Ablation(Hybrid):
         last = problem.steps.representative_mass(problem, "last")
         key_blocks = steps.key_blocks(problem, last, self.gamma_of(problem), RULE.last_row_multiple)
         own = self.own_blocks(problem) & problem.visible
-        blocks = Blocks((own.to(torch.int8) if problem.by_kernels else own).contiguous())
+        blocks = ChosenBlocks((own.to(torch.int8) if problem.by_kernels else own).contiguous())
         nearest, dense_rows = num_blocks(self.min_budget, problem.block_size), last if self.last_rows_dense else None
         return Choice(*problem.steps.kept_blocks(problem, self.lines(key_blocks, problem), blocks, nearest, dense_rows))
 
@@ -118,7 +118,7 @@ class SharedByKeyHead(Ablation):
         gamma = problem.as_tensor(self.gamma, (evidence.shape[1],))[:1].expand(key_heads)
         thresholds = (RULE.row_multiple * plain.threshold_unit(problem, gamma))[..., None, None]
         least = torch.tensor(float(self.min_coverage), device=evidence.device)
-        return plain.more_blocks(problem, of_key, thresholds, least).repeat_interleave(per_key, 1)
+        return plain.with_evidence_floor(problem, of_key, thresholds, least).repeat_interleave(per_key, 1)
 
     def lines(self, key_blocks: Tensor, problem: BlockProblem) -> Tensor:
         key_heads = problem.inputs.key.shape[1]

@@ -12,10 +12,9 @@ from flexmask.base.blocks import Number, is_off
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.option_checks import check_max_budget
-from flexmask.base.selection import Blocks, Choice
+from flexmask.base.selection import Choice, ChosenBlocks
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
-from flexmask.block_masks.flexprefill.plain import Budget, Shares
 from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share, word
 
 if HAS_TRITON:
@@ -26,11 +25,13 @@ class _Steps(Protocol):
     """The method's own: `plain` or `kernels`."""
 
     def pattern_and_lines(
-        self, problem: BlockProblem, pattern: Any, index: Any, means: Tensor, shares: Shares, budget: Budget, /
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        self, problem: BlockProblem, pattern: Any, index: Any, key_means: Tensor, gamma: Tensor, tau: Number, min_lines: int,
+        max_lines: int | None, /,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
     def query_aware_blocks(
-        self, problem: BlockProblem, means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, most: int | None, /
-    ) -> Blocks: ...
+        self, problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str,
+        max_blocks: int | None, /,
+    ) -> ChosenBlocks: ...  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,10 +120,11 @@ class FlexPrefill(Method):
 
     def select(self, problem: BlockProblem) -> Choice:
         shared, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))
-        limit: Number = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)  # of the distance
+        tau: Number = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)
         steps: _Steps = kernels if problem.by_kernels else plain
         size = problem.block_size
-        floor, cap = num_blocks(self.min_budget, size), None if self.max_budget is None else num_blocks(self.max_budget, size)
+        min_lines = num_blocks(self.min_budget, size)
+        max_lines = None if self.max_budget is None else num_blocks(self.max_budget, size)
 
         # step 1: attention of the representative rows, and its mass by key block and by block diagonal
         index = shared.representative_mass(problem, self.index_queries)
@@ -133,13 +135,13 @@ class FlexPrefill(Method):
         # step 2: does attention follow block means?  step 3a: the lines of either kind of head
         key_means = problem.key_means()
         is_query_aware, distance, lines = steps.pattern_and_lines(
-            problem, pattern, index, key_means, (gamma, limit), (floor, cap)
+            problem, pattern, index, key_means, gamma, tau, min_lines, max_lines
         )
 
         # step 3b: blocks of the pooled map
         blocks = None
-        if isinstance(limit, Tensor):
-            blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, self.query_aware, cap)
+        if isinstance(tau, Tensor):
+            blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, self.query_aware, max_lines)
 
         # step 4: blocks kept always; step 5: lists
         lists, keep = shared.kept_blocks(problem, lines, blocks)

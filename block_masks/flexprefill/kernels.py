@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem
-from flexmask.block_masks.flexprefill.plain import Budget, Shares
+from flexmask.base.blocks import BlockProblem, Number
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
@@ -147,15 +146,15 @@ def _pattern_kernel(
 
 
 def pattern_and_lines(
-    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
-) -> tuple[Tensor, Tensor, Tensor]:
+    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, key_means: Tensor, gamma: Tensor, tau: Number,
+    min_lines: int, max_lines: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
-    (gamma, tau), (floor, cap), edges, inputs = shares, budget, problem.edges, problem.inputs
-    block_size, representative = problem.block_size, pattern.rows
+    edges, inputs, block_size, representative = problem.edges, problem.inputs, problem.block_size, pattern.rows
     lines = line_mass(index, edges)
     # the first half: V
     vertical = lines if pattern is index else line_mass(pattern, edges)
-    estimate = estimated_scores(problem, means, representative)
+    estimate = estimated_scores(problem, key_means, representative)
     _, batch, num_heads, blocks = lines.shape
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
@@ -163,7 +162,7 @@ def pattern_and_lines(
     _pattern_kernel[(2, batch * num_heads)](
         estimate, vertical, representative, edges.kv_edges, lines, gamma,
         tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]), is_query_aware, distance, kept,
-        num_heads, blocks, blocks + 1 if cap is None else cap, floor, inputs.scale,
+        num_heads, blocks, blocks + 1 if max_lines is None else max_lines, min_lines, inputs.scale,
         1.0 if inputs.softcap is None else inputs.softcap,
         HAS_SOFTCAP=inputs.softcap is not None, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=64,
         num_warps=8,

@@ -7,14 +7,9 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Number
 from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
-from flexmask.base.selection import Blocks
+from flexmask.base.selection import ChosenBlocks
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines
 from flexmask.plain import LineMass, RepresentativeMass, RepresentativeRows, pooled_map, pooled_scores, take_rows
-
-# gamma, (num_heads,), and tau, 0-d or the number 0
-Shares = tuple[Tensor, Number]
-# floor and cap, in blocks or lines
-Budget = tuple[int, int | None]
 
 
 def estimated_attention(problem: BlockProblem, rows: RepresentativeRows, key_means: Tensor, key_counts: Tensor) -> Tensor:
@@ -40,32 +35,36 @@ def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 
 def pattern_and_lines(
-    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, means: Tensor, shares: Shares, budget: Budget
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 2 and 3a: whether each head is query-aware by `pattern`, its distance, and its lines of `index` (the floor if so)."""
-    gamma, tau = shares
-    estimated = estimated_attention(problem, pattern.rows, means, problem.key_counts())
+    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, key_means: Tensor, gamma: Tensor, tau: Number,
+    min_lines: int, max_lines: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Steps 2 and 3a: whether each head is query-aware by `pattern`, its distance, and the lines that it keeps by `index`.
+
+    `gamma` is (num_heads,), `tau` 0-d or the number 0. A query-aware head keeps `min_lines`.
+    """
+    estimated = estimated_attention(problem, pattern.rows, key_means, problem.key_counts())
     distance = jensen_shannon_distance(estimated, pattern.lines.vertical)
     is_query_aware = (distance.to(gamma.dtype) < tau) & problem.tokens.row_valid.any(-1, keepdim=True)
     candidates = candidate_lines(problem.visibility)
-    return is_query_aware, distance, kept_lines(index.lines, candidates, is_query_aware, gamma, budget)
+    return is_query_aware, distance, kept_lines(index.lines, candidates, is_query_aware, gamma, min_lines, max_lines)
 
 
-def kept_lines(mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, budget: Budget) -> Tensor:
-    """Key blocks and block diagonals to keep: top-p of each family, at most the cap, then at least the floor."""
-    floor, cap = budget
+def kept_lines(
+    mass: LineMass, candidates: Tensor, is_query_aware: Tensor, gamma: Tensor, min_lines: int, max_lines: int | None
+) -> Tensor:
+    """Key blocks and block diagonals to keep: top-p of each family, at most `max_lines`, then at least `min_lines`."""
     lines, candidates = torch.stack([mass.vertical, mass.slash]), candidates.unsqueeze(2)
-    least = candidates.sum(-1).clamp(max=floor)
+    floor = candidates.sum(-1).clamp(max=min_lines)
     count = top_p_count(lines, candidates, gamma)
-    if cap is not None:
-        count = count.clamp(max=cap)
-    count = torch.where(is_query_aware, least, torch.maximum(count, least))
+    if max_lines is not None:
+        count = count.clamp(max=max_lines)
+    count = torch.where(is_query_aware, floor, torch.maximum(count, floor))
     return ranks(lines, candidates) < count.unsqueeze(-1)
 
 
 def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
-) -> Blocks:
+) -> ChosenBlocks:
     """Step 3b: query-aware heads keep the fewest blocks with gamma of the pooled map, "per_query" of each row, capped by row."""
     values, visible = pooled_map(problem, key_means, problem.key_counts()), problem.visible
     if rule == "per_query":
@@ -74,4 +73,4 @@ def query_aware_blocks(
         kept = top_p(values.flatten(2), visible.flatten(2), gamma).unflatten(2, values.shape[2:])
     if max_blocks is not None:
         kept = kept & (ranks(values, kept) < max_blocks)
-    return Blocks(kept & is_query_aware[..., None, None])
+    return ChosenBlocks(kept & is_query_aware[..., None, None])

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.selection import Blocks
+from flexmask.base.selection import ChosenBlocks
 from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_rows
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
@@ -119,13 +119,13 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
 
 def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
-) -> Blocks:
+) -> ChosenBlocks:
     """Step 3b: the blocks that query-aware heads keep of their pooled map; unwritten in other heads."""
     values = pooled_map(problem, key_means, is_query_aware)
     if rule == "per_query":
-        return Blocks(top_p_rows(problem, values, is_query_aware, gamma, max_blocks), is_query_aware)
+        return ChosenBlocks(top_p_rows(problem, values, is_query_aware, gamma, max_blocks), is_query_aware)
     blocks = top_p_map(problem, values, is_query_aware, gamma)
     if max_blocks is not None:
         within = torch.where(blocks != 0, values, -1.0)
         blocks = top_p_rows(problem, within, is_query_aware, torch.ones_like(gamma), max_blocks)
-    return Blocks(blocks, is_query_aware)
+    return ChosenBlocks(blocks, is_query_aware)

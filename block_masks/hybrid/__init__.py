@@ -42,9 +42,10 @@ class Hybrid(Method):
 
     - each key block j with ``R[r, j] >= 32 e``: R is the root mean square, over every `row_stride`-th row of r from its first on,
       padding left out, of the row's softmax attention to the means of visible key blocks, weighted by their number of keys;
-    - where these hold less than `min_coverage` of the sum of R[r, j] over j, more: the threshold is halved, at most six times,
-      until they hold it; of the blocks that the last halving adds the nearest, ``ceil(m f - 1/64)`` of these m, where f is the
-      missing part over what all m hold; every visible block where six do not suffice (up to ``(1 + gamma)/2`` they do);
+    - more of them where these hold less than `min_coverage` of the evidence, the sum of R[r, j] over j: the threshold is halved,
+      at most six times, until the chosen blocks hold it. Of the m blocks that the last halving adds, the nearest
+      ``ceil(m f - 1/64)`` are kept, where f is the missing evidence divided by what all m hold. If six halvings do not suffice
+      (up to ``(1 + gamma)/2`` they do), every visible block is kept;
     - each key block to which one of the last `block_size` rows gives ``>= 80 e`` of its attention;
     - the blocks on its nearest ``ceil(min_budget / block_size)`` block diagonals; each row counts these from its own block;
     - its first visible key block and its diagonal;

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Number, is_off
-from flexmask.base.selection import Blocks
+from flexmask.base.selection import ChosenBlocks
 from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, RowChoice
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage, squares_of_shares
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
@@ -24,7 +24,7 @@ _COLUMNS = 512  # key blocks at a time
 
 
 @triton.jit
-def _least(gamma, gamma_bits, max_seen, head, batch, MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr):
+def _threshold(gamma, gamma_bits, max_seen, head, batch, MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr):
     """The threshold of a head, float64: `MULTIPLE` times `flexmask.block_masks.hybrid.plain.threshold_unit`."""
     # Triton takes a number of Python as float32
     left = tl.full([], 1.0, tl.float64)
@@ -51,7 +51,7 @@ def _key_blocks_kernel(
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    least = _least(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD).to(tl.float32)
+    threshold = _threshold(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD).to(tl.float32)
     b_base, b_factor, _, _ = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
     b_shares = key_block_shares(sums, b_base, b_factor, head, o_kv[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     # NaN must not be lost in a maximum
@@ -59,7 +59,7 @@ def _key_blocks_kernel(
     m_kv = o_kv < num_kv_blocks
     m_candidate = tl.load(kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_kv, mask=m_kv, other=0) != 0
     # NaN drops nothing
-    m_keep = ((b_largest < least) == 0) & m_candidate
+    m_keep = ((b_largest < threshold) == 0) & m_candidate
     tl.store(kept + head * num_kv_blocks + o_kv, m_keep.to(tl.int8), mask=m_kv)
 
 
@@ -79,10 +79,10 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Number, m
 @kernel
 def _row_blocks_kernel(
     squares,  # from squares_of_shares
-    number, q_edges, max_seen,
+    num_sampled, q_edges, max_seen,
     gamma,  # read if BY_HEAD
     gamma_bits,  # of the float64
-    codes,  # int8
+    chosen,  # int8
     min_coverage,  # float64, read if COVERAGE_IS_READ
     num_heads, num_q_blocks, num_kv_blocks, max_distance,
     coverage,  # min_coverage as a number
@@ -99,33 +99,33 @@ def _row_blocks_kernel(
     begin = tl.maximum(tl.load(p_q_edges + num_q_blocks) - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.maximum(end - begin, 0), COLUMNS)
     p_squares = squares + map_row * num_kv_blocks
-    p_codes = codes + map_row * num_kv_blocks
+    p_chosen = chosen + map_row * num_kv_blocks
     o_column = begin + tl.arange(0, COLUMNS)
 
     # the threshold of the sum of squares
-    least = _least(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD)
-    least_of_rows = (tl.maximum(tl.load(number + map_row), 1).to(tl.float64) * least * least).to(tl.float32)
+    threshold = _threshold(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD)
+    square_threshold = (tl.maximum(tl.load(num_sampled + map_row), 1).to(tl.float64) * threshold * threshold).to(tl.float32)
 
-    b_evidence = tl.zeros([COLUMNS], tl.float32)
+    b_total = tl.zeros([COLUMNS], tl.float32)
     b_held = tl.zeros([COLUMNS], tl.float32)
     for tile in tl.range(0, tiles):
         o_kv = o_column + tile * COLUMNS
         b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
         # NaN drops nothing
-        m_chosen = (b_square < least_of_rows) == 0
-        tl.store(p_codes + o_kv, m_chosen.to(tl.int8), mask=o_kv < end)
+        m_chosen = (b_square < square_threshold) == 0
+        tl.store(p_chosen + o_kv, m_chosen.to(tl.int8), mask=o_kv < end)
         if HAS_COVERAGE:
-            b_share = tl.sqrt(b_square)
-            b_evidence += b_share
-            b_held += tl.where(m_chosen, b_share, 0.0)
+            b_evidence = tl.sqrt(b_square)
+            b_total += b_evidence
+            b_held += tl.where(m_chosen, b_evidence, 0.0)
     if HAS_COVERAGE:
-        needed = (tl.load(min_coverage).to(tl.float32) if COVERAGE_IS_READ else coverage) * tl.sum(b_evidence, 0)
+        needed = (tl.load(min_coverage).to(tl.float32) if COVERAGE_IS_READ else coverage) * tl.sum(b_total, 0)
         held = tl.sum(b_held, 0)
         if held < needed:
             # Triton carries no variable over a loop that sets it to the value of another from before
-            least_now = least_of_rows * 1.0
+            lower_threshold = square_threshold * 1.0
             added = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
-            share = needed * 0.0
+            missing_share = needed * 0.0
             halving = 0
             while (halving < HALVINGS) & (held < needed):
                 b_held = tl.zeros([COLUMNS], tl.float32)
@@ -133,41 +133,44 @@ def _row_blocks_kernel(
                 for tile in tl.range(0, tiles):
                     o_kv = o_column + tile * COLUMNS
                     b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
-                    m_reaches = (o_kv < end) & ((b_square < 0.25 * least_now) == 0)
+                    m_reaches = (o_kv < end) & ((b_square < 0.25 * lower_threshold) == 0)
                     b_held += tl.where(m_reaches, tl.sqrt(b_square), 0.0)
-                    b_added += (m_reaches & (b_square < least_now)).to(tl.int32)
+                    b_added += (m_reaches & (b_square < lower_threshold)).to(tl.int32)
                 more = tl.sum(b_held, 0)
-                share = (needed - held) / tl.where(more > held, more - held, 1.0)
+                missing_share = (needed - held) / tl.where(more > held, more - held, 1.0)
                 added = tl.sum(b_added, 0)
                 held = more
-                least_now *= 0.25
+                lower_threshold *= 0.25
                 halving += 1
-            # of those that the last halving adds the nearest stay: key blocks ascend
-            dropped = (added.to(tl.float32) - tl.ceil(added.to(tl.float32) * share - SLACK)).to(tl.int32)
-            # beyond the last halving every block counts
-            least_before = tl.where(held < needed, 0.0, 4.0 * least_now)
-            seen = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
+            # of the blocks that the last halving adds the nearest stay: key blocks ascend
+            dropped = (added.to(tl.float32) - tl.ceil(added.to(tl.float32) * missing_share - SLACK)).to(tl.int32)
+            # where no halving suffices every visible block stays
+            upper_threshold = tl.where(held < needed, 0.0, 4.0 * lower_threshold)
+            num_before = tl.sum(tl.zeros([COLUMNS], tl.int32), 0)
             for tile in tl.range(0, tiles):
                 o_kv = o_column + tile * COLUMNS
                 b_square = tl.load(p_squares + o_kv, mask=o_kv < end, other=0.0)
-                b_is_added = ((o_kv < end) & ((b_square < least_now) == 0) & (b_square < least_before)).to(tl.int32)
-                m_stays = ((b_square < least_before) == 0) | ((b_is_added != 0) & (seen + tl.cumsum(b_is_added, 0) > dropped))
-                seen += tl.sum(b_is_added, 0)
-                tl.store(p_codes + o_kv, m_stays.to(tl.int8), mask=o_kv < end)
+                b_is_added = ((o_kv < end) & ((b_square < lower_threshold) == 0) & (b_square < upper_threshold)).to(tl.int32)
+                m_stays = ((b_square < upper_threshold) == 0) | (
+                    (b_is_added != 0) & (num_before + tl.cumsum(b_is_added, 0) > dropped)
+                )
+                num_before += tl.sum(b_is_added, 0)
+                tl.store(p_chosen + o_kv, m_stays.to(tl.int8), mask=o_kv < end)
 
 
 def row_blocks(problem: BlockProblem, row_stride: int, gamma: Number, multiple: float, min_coverage: Number) -> RowChoice:
-    """As `flexmask.block_masks.hybrid.plain.row_blocks`; codes without visible pairs may be unwritten."""
+    """As `flexmask.block_masks.hybrid.plain.row_blocks`; blocks without visible pairs may be unwritten."""
     means = split_key_means(problem)
-    squares, number = squares_of_shares(problem, means, row_stride)
-    codes = torch.empty_like(squares, dtype=torch.int8)
+    squares, num_sampled = squares_of_shares(problem, means, row_stride)
+    chosen = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
     by_head, bits, gamma_is_read = _read(gamma, problem)
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, number, problem.edges.q_edges, problem.edges.max_seen, by_head, bits, codes, min_coverage if is_read else number,
-        num_heads, num_q_blocks, num_kv_blocks, problem.inputs.max_distance, 0.0 if is_read else float(min_coverage),
+        squares, num_sampled, problem.edges.q_edges, problem.edges.max_seen, by_head, bits, chosen,
+        min_coverage if is_read else num_sampled, num_heads, num_q_blocks, num_kv_blocks, problem.inputs.max_distance,
+        0.0 if is_read else float(min_coverage),
         MULTIPLE=float(multiple), BY_HEAD=gamma_is_read, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,
         HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read, HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
-    return RowChoice(Blocks(codes), functools.partial(row_coverage, problem, means, row_stride))
+    return RowChoice(ChosenBlocks(chosen), functools.partial(row_coverage, problem, means, row_stride))

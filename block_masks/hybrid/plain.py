@@ -12,22 +12,22 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
-from flexmask.base.selection import Blocks
+from flexmask.base.selection import ChosenBlocks
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
 from flexmask.plain import RepresentativeMass, pooled_scores
 
-# a query block whose blocks hold too little halves its threshold at most so often
+# how often a query block whose blocks hold too little evidence halves its threshold, at most
 HALVINGS = 6
-# share of a block that may be missing: sums are rounded, and some number of equal blocks holds exactly the share needed
+# part of a block that may be missing: sums are rounded, and some number of equal blocks holds exactly what is needed
 SLACK = 1 / 64
 
 
 class Rule(NamedTuple):
     """The constants of the method: multiples of `threshold_unit`. bench/HYBRID_ABLATIONS.md has how they were chosen."""
 
-    # of a query block's root mean square attention to key means that keeps a key block there
+    # threshold of a query block's root mean square attention to key means, which keeps a key block there
     row_multiple: float = 32
-    # of one of the last rows' attention that keeps a key block for all query blocks
+    # threshold of one of the last rows' attention, which keeps a key block for all query blocks
     last_row_multiple: float = 80
 
 
@@ -42,23 +42,23 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, m
     NaN reaches every threshold.
     """
     largest = torch.where(last.rows.valid[:, None, :, None], last.lines.by_row, 0.0).amax(2)
-    least = (multiple * threshold_unit(problem, gamma)).float()
-    return (~(largest < least.unsqueeze(-1)) & candidate_lines(problem.visibility)[0].unsqueeze(1)).unsqueeze(0)
+    threshold = (multiple * threshold_unit(problem, gamma)).float()
+    return (~(largest < threshold.unsqueeze(-1)) & candidate_lines(problem.visibility)[0].unsqueeze(1)).unsqueeze(0)
 
 
 class RowChoice(NamedTuple):
     """Blocks that the rows of each query block choose."""
 
-    blocks: Blocks
-    # of a map of kept blocks: their evidence, mean and least of the query blocks with sampled rows, (batch, num_heads) each
+    blocks: ChosenBlocks
+    # from a map of kept blocks to the evidence that they hold: mean and minimum over query blocks, (batch, num_heads) each
     coverage: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class RowEvidence(NamedTuple):
     """Attention of the sampled rows to key means, (batch, num_heads, num_q_blocks, num_kv_blocks) float32; 0 without any."""
 
-    root_mean_square: Tensor  # R, over the rows of a query block
-    mean: Tensor
+    root_mean_square: Tensor  # R: over the sampled rows of a query block
+    mean: Tensor  # over the same rows
 
 
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
@@ -84,37 +84,37 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: Number) -> RowChoice:
-    """The key blocks whose evidence reaches `multiple` units, with `more_blocks`; NaN reaches every threshold."""
-    evidence = row_evidence(problem, row_stride)
-    share, thresholds = evidence.root_mean_square, (multiple * threshold_unit(problem, gamma))[..., None, None]
-    chosen = ~(share < thresholds.float())
+    """The key blocks whose evidence reaches `multiple` units, `with_evidence_floor`; NaN reaches every threshold."""
+    rows = row_evidence(problem, row_stride)
+    evidence, threshold = rows.root_mean_square, (multiple * threshold_unit(problem, gamma))[..., None, None]
+    chosen = ~(evidence < threshold.float())
     if not is_off(min_coverage):
-        chosen = more_blocks(problem, share, thresholds, problem.as_tensor(min_coverage).to(share.dtype))
-    return RowChoice(Blocks(chosen), functools.partial(row_coverage, problem, evidence))
+        chosen = with_evidence_floor(problem, evidence, threshold, problem.as_tensor(min_coverage).to(evidence.dtype))
+    return RowChoice(ChosenBlocks(chosen), functools.partial(row_coverage, problem, rows))
 
 
-def more_blocks(problem: BlockProblem, share: Tensor, thresholds: Tensor, min_coverage: Tensor) -> Tensor:
-    """Blocks that reach the thresholds, halved at most `HALVINGS` times until these hold `min_coverage` of the evidence.
+def with_evidence_floor(problem: BlockProblem, evidence: Tensor, threshold: Tensor, min_coverage: Tensor) -> Tensor:
+    """Halve the threshold, at most `HALVINGS` times, until the chosen blocks hold `min_coverage` of the evidence.
 
-    Of those that the last halving adds the nearest stay, as many as hold the missing part if each holds the same. If no halving
-    suffices every visible block stays.
+    Of the blocks that the last halving adds, keep the nearest; their number is the missing evidence divided by their mean. If no
+    halving suffices, keep every visible block.
     """
-    needed = min_coverage * share.sum(-1, keepdim=True)
-    chosen = ~(share < thresholds.float())
-    before = torch.where(chosen, share, 0.0).sum(-1, keepdim=True)
+    needed = min_coverage * evidence.sum(-1, keepdim=True)
+    chosen = ~(evidence < threshold.float())
+    held = torch.where(chosen, evidence, 0.0).sum(-1, keepdim=True)
     for halving in range(1, HALVINGS + 1):
-        more = ~(share < (thresholds * 2.0**-halving).float())
-        after = torch.where(more, share, 0.0).sum(-1, keepdim=True)
-        last = more & ~chosen & problem.visible
-        number = last.sum(-1, keepdim=True)
-        added = torch.where(after > before, after - before, 1.0)
-        wanted = (number * ((needed - before) / added) - SLACK).ceil()
-        # key blocks ascend: of equal ones the nearest are the last
-        nearest = last & (last.cumsum(-1, dtype=torch.int32) > number - wanted)
-        is_low = before < needed
-        chosen = torch.where(is_low, torch.where(after < needed, more, chosen | nearest), chosen)
-        before = torch.where(is_low, after, before)
-    return chosen | ((before < needed) & problem.visible)
+        reaches = ~(evidence < (threshold * 2.0**-halving).float())
+        held_then = torch.where(reaches, evidence, 0.0).sum(-1, keepdim=True)
+        added = reaches & ~chosen & problem.visible
+        num_added = added.sum(-1, keepdim=True)
+        gained = torch.where(held_then > held, held_then - held, 1.0)
+        num_kept = (num_added * ((needed - held) / gained) - SLACK).ceil()
+        # key blocks ascend: the nearest are the last
+        nearest = added & (added.cumsum(-1, dtype=torch.int32) > num_added - num_kept)
+        is_low = held < needed
+        chosen = torch.where(is_low, torch.where(held_then < needed, reaches, chosen | nearest), chosen)
+        held = torch.where(is_low, held_then, held)
+    return chosen | ((held < needed) & problem.visible)
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,10 +124,10 @@ def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> 
 
 
 def mean_and_least(problem: BlockProblem, in_kept: Tensor, has_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and least over the query blocks of `has_rows`; 0 in a batch row without rows, NaN if none is sampled."""
-    number = has_rows.sum(-1)
-    mean = torch.where(has_rows, in_kept, 0.0).sum(-1) / number
+    """Mean and minimum of `in_kept` over query blocks that `has_rows`; 0 in a batch row without rows, NaN if none is sampled."""
+    num_sampled = has_rows.sum(-1)
+    mean = torch.where(has_rows, in_kept, 0.0).sum(-1) / num_sampled
     # amin keeps NaN
-    least = torch.where(number > 0, torch.where(has_rows, in_kept, math.inf).amin(-1), math.nan)
+    least = torch.where(num_sampled > 0, torch.where(has_rows, in_kept, math.inf).amin(-1), math.nan)
     is_absent = ~problem.tokens.row_valid.any(-1, keepdim=True)
     return torch.where(is_absent, 0.0, mean), torch.where(is_absent, 0.0, least)

@@ -62,7 +62,7 @@ def _evidence_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     q_edges, kv_edges,
     squares,  # map, float32, written unless MEASURE: sums over sampled rows, in blocks that one of a program's rows may see
-    number,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
+    num_sampled,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
     keep,  # bool, read if MEASURE
     in_kept,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_kv_heads, q_len, kv_len, num_q_blocks,
@@ -107,7 +107,7 @@ def _evidence_kernel(
     o_q = first_q_block + o_map_row // HEADS
     o_head = first_head_of_key + o_map_row % HEADS
     m_map_row = (o_q < num_q_blocks) & (o_head < PER_KEY)
-    b_number = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
+    b_num_sampled = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
     b_end = tl.where(m_map_row, tl.load(p_q_edges + o_q, mask=m_map_row, other=0) // BLOCK_SIZE + 1, 0)
     o_out = (key_head * PER_KEY + o_head) * num_q_blocks + o_q
     first_row = tl.load(p_q_edges + num_q_blocks + first_q_block)
@@ -155,22 +155,22 @@ def _evidence_kernel(
                     b_total += tl.sum(tl.exp2(b_score * to_log2 - b_higher_base[:, None]), 1)
                     b_highest = b_higher
     if MEASURE:
-        b_mean = tl.where(b_number > 0, b_in_kept / tl.maximum(b_number, 1).to(tl.float32), -1.0)
+        b_mean = tl.where(b_num_sampled > 0, b_in_kept / tl.maximum(b_num_sampled, 1).to(tl.float32), -1.0)
         tl.store(in_kept + o_out, b_mean, mask=m_map_row)
     else:
-        tl.store(number + o_out, b_number, mask=m_map_row)
+        tl.store(num_sampled + o_out, b_num_sampled, mask=m_map_row)
 
 
 def squares_of_shares(problem: BlockProblem, means: Tensor, row_stride: int) -> tuple[Tensor, Tensor]:
-    """Sums of the sampled rows' squared attention, a map in float32 written where they may see, and their number, int32.
+    """Sums of the sampled rows' squared attention, a map in float32, and the number of these rows, int32.
 
-    `means` are of keys, from `split_key_means`.
+    The map is written where these rows may see. `means` are of keys, from `split_key_means`.
     """
     batch, num_heads, _, _ = problem.inputs.query.shape
-    number = means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
-    squares = means.new_empty((*number.shape, means.shape[2]), dtype=torch.float32)
-    _launch(problem, means, row_stride, squares=squares, number=number)
-    return squares, number
+    num_sampled = means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
+    squares = means.new_empty((*num_sampled.shape, means.shape[2]), dtype=torch.float32)
+    _launch(problem, means, row_stride, squares=squares, num_sampled=num_sampled)
+    return squares, num_sampled
 
 
 def row_coverage(problem: BlockProblem, means: Tensor, row_stride: int, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def _launch(problem: BlockProblem, means: Tensor, row_stride: int, **tensors: Te
     any_tensor = edges.q_edges  # for arguments that a variant does not read
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(per_key, heads))](
         query, means, any_tensor if mask is None else mask, edges.q_edges, edges.kv_edges,
-        *(tensors.get(name, any_tensor) for name in ("squares", "number", "keep", "in_kept")),
+        *(tensors.get(name, any_tensor) for name in ("squares", "num_sampled", "keep", "in_kept")),
         *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
         inputs.scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=row_stride, PER_KEY=per_key,

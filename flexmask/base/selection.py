@@ -58,11 +58,11 @@ def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor
     return marks.scatter(-1, column, True)[..., :num_kv_blocks].contiguous()
 
 
-class Blocks(NamedTuple):
+class ChosenBlocks(NamedTuple):
     """Blocks that rows choose."""
 
-    chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool, of kernels int8: nonzero where a block is kept
-    active: Tensor | None = None  # heads that choose blocks; None: all
+    chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks), bool in plain steps, int8 in kernels; nonzero: chosen
+    active_heads: Tensor | None = None  # (batch, num_heads) bool: heads that choose blocks; None: all
 
 
 class Selection(NamedTuple):

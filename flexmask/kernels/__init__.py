@@ -6,7 +6,7 @@ a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the l
 of one head.
 
 Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `Edges`, ``representative`` is a plane of its
-`representative`, ``last_rows`` the one of the last; maps of blocks (``codes``, ``keep``, ``values``, ``chosen``) are (batch,
+`representative`, ``last_rows`` the one of the last; maps of blocks (``chosen``, ``keep``, ``values``) are (batch,
 num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
 block diagonals, or (1, ..) without these; ``active`` is (batch, num_heads) bool; ``gamma`` and ``share`` are float64.
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
-from flexmask.base.selection import BlockLists, Blocks
+from flexmask.base.selection import BlockLists, ChosenBlocks
 from flexmask.kernels.launch import kernel, next_power_of_2
 from flexmask.kernels.pooling import key_means as key_means
 from flexmask.kernels.representative import RepresentativeMass
@@ -30,14 +30,14 @@ from flexmask.kernels.visibility import edges_of as edges_of
 from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 
 _TILE = 128
-MOST_BLOCKS = 2**30  # a floor of any size stays within int32
+_MAX_NEAREST = 2**30  # keeps offsets within int32
 
 
 @kernel
 def _lists_kernel(
     kept,  # int8
     active,  # read if HAS_ACTIVE
-    codes,  # int8, read in active heads if HAS_CODES
+    chosen,  # int8, read in active heads if HAS_CHOSEN
     q_edges, kv_edges,
     dense_rows,  # representative, read if HAS_DENSE_ROWS
     partial_count,  # (batch, num_heads, num_q_blocks) int32
@@ -46,7 +46,7 @@ def _lists_kernel(
     keep,  # bool, written if WRITE_KEEP
     nearest,  # key blocks that each query block keeps
     num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance,
-    BLOCK_SIZE: tl.constexpr, HAS_DIAGONALS: tl.constexpr, HAS_CODES: tl.constexpr, HAS_ACTIVE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_DIAGONALS: tl.constexpr, HAS_CHOSEN: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_DENSE_ROWS: tl.constexpr, PADDED_SIZE: tl.constexpr, WRITE_KEEP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # long rows first
@@ -88,8 +88,8 @@ def _lists_kernel(
         if HAS_DIAGONALS:
             m_keep = m_keep | (tl.load(p_slash + first_row_block - o_kv, mask=o_kv <= first_row_block, other=0) != 0)
             m_keep = m_keep | (tl.load(p_slash + last_row_block - o_kv, mask=o_kv <= last_row_block, other=0) != 0)
-        if adds_blocks & HAS_CODES:
-            m_keep = m_keep | (tl.load(codes + o_map_row + o_kv, mask=m_visible, other=0) != 0)
+        if adds_blocks & HAS_CHOSEN:
+            m_keep = m_keep | (tl.load(chosen + o_map_row + o_kv, mask=m_visible, other=0) != 0)
         m_keep = m_keep | (o_kv >= near_start) | (o_kv == first_visible) | (o_kv == first_row_block) | (o_kv == last_row_block)
         m_keep = m_keep & m_visible
         b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
@@ -120,7 +120,11 @@ def _lists_kernel(
 
 
 def kept_blocks(
-    problem: BlockProblem, lines: Tensor, blocks: Blocks | None, nearest: int = 0, dense_rows: RepresentativeMass | None = None
+    problem: BlockProblem,
+    lines: Tensor,
+    blocks: ChosenBlocks | None,
+    nearest: int = 0,
+    dense_rows: RepresentativeMass | None = None,
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
     inputs, edges, with_keep = problem.inputs, problem.edges, problem.with_map
@@ -130,15 +134,15 @@ def kept_blocks(
     partial_count, full_count = (lines.new_empty(shape, dtype=torch.int32) for _ in range(2))
     partial_indices, full_indices = (lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
     keep = lines.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
-    codes, active = (None, None) if blocks is None else blocks
+    chosen, active_heads = (None, None) if blocks is None else blocks
     rows = None if dense_rows is None else dense_rows.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
-        lines, lines if active is None else active, lines if codes is None else codes, edges.q_edges, edges.kv_edges,
-        edges.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
-        full_count if keep is None else keep, min(nearest, MOST_BLOCKS), num_heads, num_q_blocks, num_kv_blocks,
+        lines, lines if active_heads is None else active_heads, lines if chosen is None else chosen, edges.q_edges,
+        edges.kv_edges, edges.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
+        full_count if keep is None else keep, min(nearest, _MAX_NEAREST), num_heads, num_q_blocks, num_kv_blocks,
         inputs.key.shape[2], inputs.max_distance,
-        BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=lines.shape[0] == 2, HAS_CODES=codes is not None,
-        HAS_ACTIVE=active is not None, HAS_DENSE_ROWS=rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
+        BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=lines.shape[0] == 2, HAS_CHOSEN=chosen is not None,
+        HAS_ACTIVE=active_heads is not None, HAS_DENSE_ROWS=rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
         WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
     )  # fmt: skip
     return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

@@ -83,5 +83,5 @@ def test_blocks_of_the_rows(monkeypatch, scores, choices):
     monkeypatch.setattr(plain, "row_evidence", lambda *_: plain.RowEvidence(share, share))
     for gamma, multiple, coverage in choices:
         expected = plain.row_blocks(of_plain, 8, of_plain.as_tensor(gamma, (3,)), multiple, coverage)
-        codes = kernels.row_blocks(of_kernels, 8, gamma, multiple, coverage).blocks.chosen
-        assert torch.equal(codes[visible] != 0, expected.blocks.chosen[visible])
+        chosen = kernels.row_blocks(of_kernels, 8, gamma, multiple, coverage).blocks.chosen
+        assert torch.equal(chosen[visible] != 0, expected.blocks.chosen[visible])
