@@ -53,7 +53,7 @@ class Published(Method):
     (1, 4, 512, 512)
     """
 
-    whole_blocks = True
+    needs_whole_blocks = True
 
     gamma: ByHead = 0.95
     tau: float = share(0.1, "[0, 1]")

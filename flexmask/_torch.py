@@ -84,7 +84,7 @@ def is_fake(tensor: Tensor) -> bool:
     return in_dispatch_mode() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def stopping_modes() -> list[str]:
+def modes_that_disable_compile() -> list[str]:
     """The names of this thread's dispatch modes under which torch.compile runs functions uncompiled, and keeps doing so later."""
     if not in_dispatch_mode():
         return []
@@ -96,7 +96,7 @@ def _is_unseen(mode: Any) -> bool:
     return hasattr(mode, "ignore_compile_internals") and bool(mode.ignore_compile_internals())
 
 
-def is_in_memory(tensor: Tensor) -> bool:
+def has_real_storage(tensor: Tensor) -> bool:
     """False for fake tensors and inside torch.func, where compiled code would not find the values of `tensor`."""
     return is_traced() or not (is_fake(tensor) or in_transform())
 
@@ -126,7 +126,7 @@ def _off_the_stack() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
-def beyond_memory(tensor: Tensor) -> str | None:
+def unsupported_tensor_kind(tensor: Tensor) -> str | None:
     """Name the kind of `tensor` if compiled code that reads its memory would miss what it stands for."""
     cls = type(tensor)
     if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and cls is not FakeTensor:
@@ -172,7 +172,7 @@ def keep_static(tensor: Tensor) -> None:
     torch._dynamo.mark_static(tensor)
 
 
-def computed_once(tensor: Tensor) -> Tensor:
+def materialized(tensor: Tensor) -> Tensor:
     """`tensor`, written to memory: Inductor (2.11) may compute it again for each of its readers."""
     return tensor.as_strided(tensor.shape, tensor.stride())
 

@@ -1,4 +1,4 @@
-"""sparse_attention, and plan, which makes its first half once for many layers."""
+"""The public functions `sparse_attention` and `plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.base.checks import check_bool, check_shape
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
-from flexmask.dense_policy import notice_dense
+from flexmask.dense_policy import log_dense_once
 from flexmask.method import method_of
 from flexmask.plans import Plan, plan_call
 from flexmask.stats import STATISTICS, SelectionStats
@@ -165,11 +165,11 @@ def sparse_attention(
     torch.Size([1, 4, 512, 32])
     """
     check_bool("return_stats", return_stats)
-    made = _planned(
+    call_plan = _planned(
         query, key, value, method, block_size, options, (backend, dense_below, max_mask_bytes), return_lse, scale=scale,
         softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len, sinks=sinks,
     )  # fmt: skip
-    return made.attend(made.inputs, STATISTICS if return_stats else ()).as_returned()
+    return call_plan.attend(call_plan.inputs, STATISTICS if return_stats else ()).as_returned()
 
 
 def plan(
@@ -194,15 +194,16 @@ def plan(
 ) -> Plan:
     """Check and plan once what the layers of a forward pass have in common; ``plan.run(query, key, value)`` serves each.
 
-    ``plan(query, key, value, ...).run(query, key, value)`` gives what ``sparse_attention(query, key, value, ...)`` does. The plan
-    holds the checked options and geometry, the backend, what runs dense and why, and copies on the device of padding, offsets,
-    edges of blocks and numbers by head, but neither query, key, value nor sinks. Make one for each set of shapes, padding and
-    offsets. It must live as long as a CUDA graph that captured its runs, and another stream waits for the one that made it.
+    ``plan(query, key, value, ...).run(query, key, value)`` returns what ``sparse_attention(query, key, value, ...)`` does. The
+    plan holds the checked options and geometry, the backend, what runs dense and why, and copies on the device of padding,
+    offsets, edges of blocks and options per head, but neither query, key, value nor sinks. Make one for each set of shapes,
+    padding and offsets. Keep the plan alive as long as any CUDA graph that captured its runs. To run it on another stream, first
+    make that stream wait for the one that created the plan.
 
     Parameters
     ----------
     query, key, value, sinks
-        As in `sparse_attention`: of any layer, for their shapes, dtypes, device and need of gradients.
+        As in `sparse_attention`, of any layer: the plan takes their shapes, dtypes, device and need of gradients.
     method, block_size, scale, softcap, window, attention_mask, q_offset, prompt_len
         As in `sparse_attention`.
     backend, dense_below, return_lse, max_mask_bytes, options
@@ -211,7 +212,7 @@ def plan(
     Returns
     -------
     Plan
-        With the method ``run`` and the attribute ``reason``, why calls run dense, or None.
+        It has the method ``run``, and the attribute ``reason``: why calls run dense, or None.
 
     Raises
     ------
@@ -222,8 +223,8 @@ def plan(
     --------
     >>> import torch
     >>> layers = [[torch.randn(1, 4, 512, 32) for _ in range(3)] for _ in range(2)]
-    >>> made = plan(*layers[0], gamma=0.9, block_size=64, min_budget=128, dense_below=0)
-    >>> [made.run(query, key, value).shape[2] for query, key, value in layers]
+    >>> call_plan = plan(*layers[0], gamma=0.9, block_size=64, min_budget=128, dense_below=0)
+    >>> [call_plan.run(query, key, value).shape[2] for query, key, value in layers]
     [512, 512]
     """
     return _planned(
@@ -237,10 +238,10 @@ def _planned(
     call_options: tuple[str, int | None, int], return_lse: bool, **geometry: Any,
 ) -> Plan:  # fmt: skip
     check_bool("return_lse", return_lse)
-    chosen = method_of(method, block_size, options)
-    checked = checked_call_options(*call_options)
+    checked_method = method_of(method, block_size, options)
+    checked_options = checked_call_options(*call_options)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
     inputs = attention_inputs(query, key, value, **geometry)
-    made = plan_call(inputs, chosen.for_inputs(inputs), checked, return_lse)
-    notice_dense(made.reason, inputs.query.shape[2])
-    return made
+    call_plan = plan_call(inputs, checked_method.for_inputs(inputs), checked_options, return_lse)
+    log_dense_once(call_plan.reason, inputs.query.shape[2])
+    return call_plan

@@ -15,11 +15,11 @@ from torch import Tensor
 from flexmask._torch import (
     ambient_state,
     any_thread_exports,
-    is_in_memory,
+    has_real_storage,
     is_traced,
+    modes_that_disable_compile,
     ran_out_of_recompilations,
     recompile_limit,
-    stopping_modes,
     with_dynamic,
     without_function_modes,
 )
@@ -114,4 +114,4 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
 
 def runs_uncompiled(query: Tensor) -> bool:
     """True on CPUs, where a compilation takes longer than it saves, in a surrounding one, and where none can run."""
-    return query.device.type == "cpu" or is_traced() or not is_in_memory(query) or bool(stopping_modes())
+    return query.device.type == "cpu" or is_traced() or not has_real_storage(query) or bool(modes_that_disable_compile())

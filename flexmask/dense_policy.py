@@ -64,7 +64,7 @@ def has_causal_kernel(inputs: AttentionInputs) -> bool:
     return inputs.query.shape[2] == inputs.key.shape[2] and sdpa_serves(inputs, return_lse=False)
 
 
-def notice_dense(reason: str | None, q_len: int) -> None:
+def log_dense_once(reason: str | None, q_len: int) -> None:
     """Log why a call runs dense, if it does: once per reason, whatever its numbers. Decoding, a single row, is not logged."""
     if reason is None or q_len == 1 or is_traced():
         return

@@ -18,7 +18,7 @@ from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, 
 from flexmask.flex.flash_check import flash_verdict
 from flexmask.flex.flash_problem import FlashCall
 
-_MOST_CHARACTERS = 1000  # of an error: some list every model of transformers
+_MAX_CHARACTERS = 1000  # of an error: some list every model of transformers
 
 # changes from plain calls of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
@@ -176,10 +176,10 @@ def problems(device: torch.device | str) -> list[Problem]:
 
 
 def one_line(message: object) -> str:
-    """All lines of a message or an error in one, without colours, up to `_MOST_CHARACTERS`."""
+    """All lines of a message or an error in one, without colours, up to `_MAX_CHARACTERS`."""
     line = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(message)).split())
     line = line or type(message).__name__
-    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]} ... (--traceback shows all)"
+    return line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]} ... (--traceback shows all)"
 
 
 def check_transformers(version: str) -> None:

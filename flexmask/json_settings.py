@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 # 200 layers of 128 heads with a pair of numbers each are 77 thousand values in 6 levels
-_MOST_VALUES, _MOST_LEVELS, _MOST_CHARACTERS = 2**18, 8, 256
+_MAX_VALUES, _MAX_LEVELS, _MAX_CHARACTERS = 2**18, 8, 256
 
 
 def json_data(text: str | bytes) -> Any:
@@ -52,15 +52,15 @@ def _index(key: str) -> int:
     return int(key)
 
 
-def _check_data(saved: Any, levels: int = _MOST_LEVELS, left: list[int] | None = None) -> None:
+def _check_data(saved: Any, levels: int = _MAX_LEVELS, left: list[int] | None = None) -> None:
     """Refuse what no JSON file of settings holds; `left` counts values still allowed."""
-    left = [_MOST_VALUES] if left is None else left
+    left = [_MAX_VALUES] if left is None else left
     left[0] -= 1
     if levels == 0 or left[0] < 0:
-        raise ValueError(f"must have at most {_MOST_VALUES:,} values, at most {_MOST_LEVELS} levels deep")
+        raise ValueError(f"must have at most {_MAX_VALUES:,} values, at most {_MAX_LEVELS} levels deep")
     for word in list(saved) if isinstance(saved, dict) else [saved]:
-        if isinstance(word, str) and len(word) > _MOST_CHARACTERS:
-            raise ValueError(f"must have words of at most {_MOST_CHARACTERS} characters; got one of {len(word)}")
+        if isinstance(word, str) and len(word) > _MAX_CHARACTERS:
+            raise ValueError(f"must have words of at most {_MAX_CHARACTERS} characters; got one of {len(word)}")
     if isinstance(saved, (dict, list, tuple)):
         for value in saved.values() if isinstance(saved, dict) else saved:
             _check_data(value, levels - 1, left)

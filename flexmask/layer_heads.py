@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def heads_by_layer(config: Any, of_modules: Mapping[int, int]) -> tuple[int | None, ...] | None:
-    """Query heads of each layer, None where nothing tells; None without a number of layers.
+def heads_by_layer(config: Any, module_heads: Mapping[int, int]) -> tuple[int | None, ...] | None:
+    """Number of query heads of each layer, None where it is unknown; None if the config has no number of layers.
 
-    `of_modules`, by layer, are those of a model's modules: some models differ from their configs.
+    `module_heads` has the heads of a model's modules by layer. They override the config's, from which some models differ.
     """
-    number = getattr(config, "num_hidden_layers", None)
-    if not isinstance(number, int):
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(num_layers, int):
         return None
     # a config whose layers differ in a value refuses to be asked for it; its layers' configs answer
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * number
+    layer_configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * num_layers
     heads = getattr(config, "num_attention_heads_per_layer", None)
-    heads = heads or [getattr(of_layer, "num_attention_heads", None) for of_layer in layers]
+    heads = heads or [getattr(layer_config, "num_attention_heads", None) for layer_config in layer_configs]
     heads = [each[layer] if isinstance(each, (list, tuple)) else each for layer, each in enumerate(heads)]
-    return tuple(of_modules.get(layer, heads[layer]) for layer in range(number))
+    return tuple(module_heads.get(layer, heads[layer]) for layer in range(num_layers))

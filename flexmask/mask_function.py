@@ -26,9 +26,9 @@ from flexmask.option_fields import share as share
 from flexmask.option_fields import word as word
 from flexmask.prepared_selection import prepare_selection
 from flexmask.select import select_blocks
-from flexmask.stats import STATISTICS, SelectionStats, stats_of
+from flexmask.stats import STATISTICS, SelectionStats, merge_group_stats
 
-_LARGEST_MASK_BYTES = 16 * 2**30
+_MAX_MASK_BYTES = 16 * 2**30
 
 
 class MaskFunction(Protocol):
@@ -111,15 +111,15 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         ).with_offset()
         chosen = cls.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * chosen.peak_bytes_per_head(inputs)
-        if needed > _LARGEST_MASK_BYTES:
+        if needed > _MAX_MASK_BYTES:
             raise ValueError(
-                f"query and key must need a mask of at most {_LARGEST_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
+                f"query and key must need a mask of at most {_MAX_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
                 f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
             )
         prepared = prepare_selection(chosen, inputs)
         selection = select_blocks(prepared, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
         mask = block_mask(inputs, selection)
-        return (mask, stats_of([selection.stats], head_groups(query, key, None))) if return_stats else mask
+        return (mask, merge_group_stats([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
     query, key, _, *common, _ = inspect.signature(make_mask).parameters.values()
     own = [
@@ -191,12 +191,12 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
 
 def _reduced(made: Method, module: str, name: str) -> tuple[Any, ...]:
     if "__reduce__" in vars(type(made)):
-        return _of_table, (module, name, vars(made))
+        return _unpickle_method, (module, name, vars(made))
     # of a subclass, which its module has
     return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]  # typeshed lacks it
 
 
-def _of_table(module: str, name: str, values: dict[str, Any]) -> Method:
+def _unpickle_method(module: str, name: str, values: dict[str, Any]) -> Method:
     """A method of a function, unpickled; its module enters it into `METHODS`."""
     importlib.import_module(module)
     return METHODS[name].unchecked(**values)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NewType, TypeVar, cast
 
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, is_in_memory, is_traced
+from flexmask._torch import HAS_TRITON, has_real_storage, is_traced
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.checks import check_word, plain_number, plain_numbers
 from flexmask.base.head_groups import head_groups, map_bytes, tiled_list_bytes
@@ -23,7 +23,7 @@ _Method = TypeVar("_Method", bound="Method")
 
 
 class UnknownOption(TypeError):
-    """A keyword that is no option of a method; `names` are those of others that its caller takes."""
+    """A keyword that is no option of a method; `names` are the other keywords that its caller takes."""
 
     def __init__(self, message: str, option: str = "", names: tuple[str, ...] = ()) -> None:
         super().__init__(f"{message}; other keywords: {', '.join(names)}" if names else message)
@@ -45,41 +45,44 @@ METHODS: dict[str, type[Method]] = {}
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method with its options, which are checked when it is made; numbers by head only by `for_inputs`.
+    """A method with its options. They are checked when it is made; whether options per head fit a call, `for_inputs` checks.
 
-    A subclass is a dataclass too. Its fields are the options, `count`, `share` and `word` check them, and their types say how
-    `select` finds them: for kernels a float, and a ByHead of one number, as numbers, other ByHead as (num_heads,) tensors; for
-    plain steps both as tensors in `widest_float`, 0-d and (num_heads,), but for 0 and None; PairsByHead as (num_heads or 1, 2)
-    tensors; others as they are, compile-time constants. A field of pairs may name in its metadata, as ``"default_by_heads"``, the
-    function of num_heads that replaces None.
+    A subclass is a dataclass, too. Its fields are the options; `count`, `share` and `word` check them. The annotation of a field
+    decides how `select` receives it:
+
+    - ``float``: kernels receive a number; plain steps a 0-d tensor in `widest_float`, but 0 and None as they are.
+    - ``ByHead``: a (num_heads,) tensor in `widest_float`; kernels receive one number for all heads as a number.
+    - ``PairsByHead``: a (num_heads or 1, 2) tensor in `widest_float`. The field's metadata may name, as ``"default_by_heads"``, a
+      function of num_heads whose result replaces None.
+    - All others: the value as it is, a constant of compiled code.
+
     `flexmask.mask_function.mask_function` enters the class into `METHODS` and sets what depends on its fields.
     """
 
-    # of the class
+    # what a subclass says of itself
     name = ""  # in `METHODS`
-    has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; an operator passes its options: numbers, words, by head
-    only_launches: ClassVar[bool] = False  # beside allocating memory that is all that its kernels' steps do on the device
-    heads_decide_together: ClassVar[bool] = False
-    whole_blocks: ClassVar[bool] = False  # whole prompts of whole blocks only
-    is_users: ClassVar[bool] = False  # a user's function of query and key
-    # of its options, by `read_fields`: defaults, names of the floats and of the numbers by head, pairs by head with what replaces
-    # None, checks
-    defaults: ClassVar[Mapping[str, Any]] = {}
-    floats: ClassVar[tuple[str, ...]] = ()
-    by_head: ClassVar[tuple[str, ...]] = ()
-    pairs: ClassVar[Mapping[str, Callable[[int], PairsByHead] | None]] = {}
-    checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}
+    has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; its options are numbers, strings, ByHead or PairsByHead
+    only_launches: ClassVar[bool] = False  # on the device, the steps of its kernels only allocate memory and launch
+    heads_decide_together: ClassVar[bool] = False  # all heads of a batch row must come in one group
+    needs_whole_blocks: ClassVar[bool] = False  # it takes only whole prompts of whole blocks
+    is_user_method: ClassVar[bool] = False  # it is a user's function of query and key
+    # what `read_fields` reads from the fields of a subclass
+    defaults: ClassVar[Mapping[str, Any]] = {}  # by name of the option
+    float_options: ClassVar[tuple[str, ...]] = ()  # names
+    per_head_options: ClassVar[tuple[str, ...]] = ()  # names of ByHead
+    pair_options: ClassVar[Mapping[str, Callable[[int], PairsByHead] | None]] = {}  # PairsByHead, and what replaces None
+    option_checks: ClassVar[Mapping[str, Callable[[str, Any], None]]] = {}  # by name of the option
 
     block_size: int = field(default=128, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("block_size", *self.defaults):
-            plain = plain_numbers if name in self.by_head or name in self.pairs else plain_number
+            plain = plain_numbers if name in self.per_head_options or name in self.pair_options else plain_number
             object.__setattr__(self, name, plain(getattr(self, name)))
         check_block_size(self.block_size)
-        for name in self.by_head:
+        for name in self.per_head_options:
             check_shares(name, getattr(self, name))
-        for name, check in self.checks.items():
+        for name, check in self.option_checks.items():
             check(name, getattr(self, name))
         self.check()
 
@@ -94,7 +97,7 @@ class Method:
         """Raise for calls that the method does not serve."""
 
     def keeps_every_block(self) -> bool:
-        """True if a head with these options, numbers by head its own, keeps all its blocks."""
+        """True if a head keeps all its blocks; options per head hold that head's number."""
         return False
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
@@ -124,10 +127,10 @@ class Method:
     @classmethod
     def unchecked(cls: type[_Method], **values: Any) -> _Method:
         """The method with all its fields as they are given."""
-        made = object.__new__(cls)
+        method = object.__new__(cls)
         for name, value in values.items():
-            object.__setattr__(made, name, value)
-        return made
+            object.__setattr__(method, name, value)
+        return method
 
     def with_options(self: _Method, **options: Any) -> _Method:
         """The method with other values in some options, which are not checked."""
@@ -135,38 +138,41 @@ class Method:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options by name; one by head is a number, a tuple or a tensor."""
+        """The options by name; an option per head is a number, a tuple or a tensor."""
         return {name: getattr(self, name) for name in self.defaults}
 
     @property
     def num_heads(self) -> int | None:
-        """Number of heads that an option has a number for; None if the options hold for any."""
-        shares, pairs = ([getattr(self, name) for name in names] for names in (self.by_head, self.pairs))
-        by_head = [x for x in shares if isinstance(x, (tuple, Tensor))]
-        by_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
-        return len(by_head[0]) if by_head else None
+        """Number of heads for which an option has a number each; None if the options hold for any number."""
+        shares, pairs = ([getattr(self, name) for name in names] for names in (self.per_head_options, self.pair_options))
+        per_head = [x for x in shares if isinstance(x, (tuple, Tensor))]
+        per_head += [x for x in pairs if isinstance(x, tuple) and isinstance(x[0], tuple) and len(x) > 1]
+        return len(per_head[0]) if per_head else None
 
     def slice_heads(self: _Method, heads: slice) -> _Method:
-        """The method with the numbers of some heads, of options that fit all."""
-        by_head = {name: getattr(self, name) for name in (*self.by_head, *self.pairs)}
+        """The method with the numbers of some heads, from options that fit all heads."""
+        per_head = {name: getattr(self, name) for name in (*self.per_head_options, *self.pair_options)}
         return self.with_options(
-            **{name: x[heads] for name, x in by_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
+            **{name: x[heads] for name, x in per_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
         )
 
     def fit_to_heads(self: _Method, query: Tensor) -> _Method:
-        """The method with its numbers by head checked against those of `query`, of which no value is read."""
-        filled, num_heads = {name: shares_by_head(name, getattr(self, name), query) for name in self.by_head}, query.shape[1]
-        for name, default in self.pairs.items():
+        """The method with its options per head checked against the heads of `query`, whose values are not read."""
+        fitted, num_heads = (
+            {name: shares_by_head(name, getattr(self, name), query) for name in self.per_head_options},
+            query.shape[1],
+        )
+        for name, default in self.pair_options.items():
             pairs = getattr(self, name)
-            filled[name] = pairs_by_head(name, default(num_heads) if default is not None and pairs is None else pairs, num_heads)
-        return self.with_options(**filled)
+            fitted[name] = pairs_by_head(name, default(num_heads) if default is not None and pairs is None else pairs, num_heads)
+        return self.with_options(**fitted)
 
     def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
-        """The method for these inputs; raises if its numbers by head do not fit, or it does not serve them."""
+        """The method for these inputs; raises if its options per head do not fit, or it does not serve them."""
         fitted = self.fit_to_heads(inputs.query)
         fitted.check_call(inputs)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
-        if self.whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
+        if self.needs_whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):
             raise ValueError(
                 f"method {self.name!r} needs a whole prompt of a multiple of block_size ({self.block_size}) tokens; got q_len "
                 f"{q_len} and kv_len {kv_len}"
@@ -175,16 +181,16 @@ class Method:
 
     def keeps_every_block_by_head(self, num_heads: int) -> list[bool]:
         """True for query heads that keep all their blocks. Reads no tensor."""
-        by_head = {name: x for name in self.by_head if isinstance(x := getattr(self, name), (tuple, Tensor))}
-        if any(isinstance(x, Tensor) for x in by_head.values()):
+        per_head = {name: x for name in self.per_head_options if isinstance(x := getattr(self, name), (tuple, Tensor))}
+        if any(isinstance(x, Tensor) for x in per_head.values()):
             return [False] * num_heads
-        if not by_head:
+        if not per_head:
             return [self.keeps_every_block()] * num_heads
-        of_head = ({name: x[head] for name, x in by_head.items()} for head in range(num_heads))
-        return [self.with_options(**own).keeps_every_block() for own in of_head]
+        head_options = ({name: x[head] for name, x in per_head.items()} for head in range(num_heads))
+        return [self.with_options(**options).keeps_every_block() for options in head_options]
 
     def groups(self, inputs: AttentionInputs, max_mask_bytes: int) -> list[HeadGroup]:
-        """The heads of the call in groups whose masks fit into so many bytes, a head at least."""
+        """The heads of the call in groups whose masks fit into so many bytes; a group has at least one head."""
         return head_groups(
             inputs.query, inputs.key, max_mask_bytes // self.peak_bytes_per_head(inputs), self.heads_decide_together
         )
@@ -196,11 +202,11 @@ class Method:
 
     def runs_kernels(self, query: Tensor) -> bool:
         """True if Triton kernels serve the method."""
-        return HAS_TRITON and query.is_cuda and self.has_kernels and is_in_memory(query)
+        return HAS_TRITON and query.is_cuda and self.has_kernels and has_real_storage(query)
 
     @property
     def title(self) -> str:
-        """The name with the options, for pictures; in a surrounding compilation, where floats may be symbolic, only the name."""
+        """The name with the options, for pictures; only the name in a surrounding compilation, where floats may be symbolic."""
         if is_traced():
             return self.name
         shown = {name: "by head" if isinstance(x, (Tensor, tuple)) else x for name, x in self.options.items()}
@@ -208,22 +214,22 @@ class Method:
 
 
 FittedMethod = NewType("FittedMethod", Method)
-"""A method from `for_inputs`: its numbers by head fit the heads of a call."""
+"""A method from `for_inputs`: its options per head fit the heads of a call."""
 
 
 @dataclass(frozen=True, eq=False)
 class UsersMethod(Method):
     """A user's function of query and key, with the options that it is called with."""
 
-    is_users = True
+    is_user_method = True
 
     function: Callable[..., Any]
-    given: Mapping[str, Any]
+    keywords: Mapping[str, Any]
     name: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
-        return dict(self.given)
+        return dict(self.keywords)
 
     def with_options(self, **options: Any) -> UsersMethod:
         return self
@@ -233,24 +239,24 @@ class UsersMethod(Method):
         return head_groups(inputs.query, inputs.key, None)
 
     def select(self, problem: BlockProblem) -> Choice:
-        return users_choice(problem, self.function, self.name, self.given)
+        return users_choice(problem, self.function, self.name, self.keywords)
 
 
-def method_of(named: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Method:
+def method_of(method: str | Callable[..., Any], block_size: int, options: Mapping[str, Any]) -> Method:
     """A method with its options, from its name, its mask function (or a partial of it), or a user's function."""
-    if not callable(named):
-        check_word("method", named, tuple(METHODS))
-        return METHODS[named].checked(block_size, options)
-    inner: Any = named
+    if not callable(method):
+        check_word("method", method, tuple(METHODS))
+        return METHODS[method].checked(block_size, options)
+    inner: Any = method
     while isinstance(inner, functools.partial) and not inner.args:
         inner, options = inner.func, {**inner.keywords, **options}
-    method = getattr(inner, "method", None)
-    if isinstance(method, type) and issubclass(method, Method):
-        return method.checked(block_size, options)
+    cls = getattr(inner, "method", None)
+    if isinstance(cls, type) and issubclass(cls, Method):
+        return cls.checked(block_size, options)
     while isinstance(inner, functools.partial):
         inner = inner.func
     name = str(getattr(inner, "__name__", type(inner).__name__))
-    made = UsersMethod(named, dict(options), name, block_size=block_size)
+    users_method = UsersMethod(method, dict(options), name, block_size=block_size)
     if not is_traced():
-        check_takes_keywords(named, name, options)
-    return made
+        check_takes_keywords(method, name, options)
+    return users_method

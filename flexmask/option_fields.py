@@ -47,10 +47,10 @@ def read_fields(cls: type[Any]) -> None:
         if any(kind not in passed for kind in alternatives):
             raise TypeError(f"option {name} of a method with kernels must be annotated as a number, word, ByHead or PairsByHead")
     cls.defaults = {each.name: each.default for each in options}
-    cls.floats = tuple(name for name, alternatives in kinds.items() if float in alternatives)
-    cls.by_head = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
-    cls.pairs = {each.name: each.metadata.get("default_by_heads") for each in options if PairsByHead in kinds[each.name]}
-    cls.checks = {each.name: each.metadata["check"] for each in options if "check" in each.metadata}
+    cls.float_options = tuple(name for name, alternatives in kinds.items() if float in alternatives)
+    cls.per_head_options = tuple(name for name, alternatives in kinds.items() if ByHead in alternatives)
+    cls.pair_options = {each.name: each.metadata.get("default_by_heads") for each in options if PairsByHead in kinds[each.name]}
+    cls.option_checks = {each.name: each.metadata["check"] for each in options if "check" in each.metadata}
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from flexmask.flex.dense import dense_attention
 from flexmask.method import METHODS, FittedMethod
 from flexmask.prepared_selection import PreparedSelection, prepare_selection, with_replay
 from flexmask.select import select_blocks
-from flexmask.stats import STATISTICS, dense_stats, stats_of
+from flexmask.stats import STATISTICS, dense_stats, merge_group_stats
 
 
 class GroupPlan(NamedTuple):
@@ -159,7 +159,7 @@ class Plan:
             assert outputs is not None
             stats = None
             if statistics and measured:
-                stats = stats_of(group_stats, [group_plan.heads for group_plan in self.groups], dense_by_group)
+                stats = merge_group_stats(group_stats, [group_plan.heads for group_plan in self.groups], dense_by_group)
             elif statistics:
                 stats = dense_stats(inputs.query)
             return AttentionResult(*outputs, stats, tuple(selections), tuple(counts))
@@ -199,7 +199,7 @@ def plan_call(
     reason = size_reason or layer_reason or (selection_reason if heads_may_be_dense else None)
     if reason is not None:
         if is_causal or size_reason is not None:
-            return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_users)
+            return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_user_method)
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
     dense_key_heads, break_even_density = (False,) * inputs.key.shape[1], None
@@ -217,7 +217,7 @@ def _dense_key_heads(
     per_key = len(keeps_every_block) // num_kv_heads
     dense = tuple([all(keeps_every_block[head * per_key : (head + 1) * per_key]) for head in range(num_kv_heads)])
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
-    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not method.is_users
+    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not method.is_user_method
     return dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
 
 
@@ -246,7 +246,9 @@ def _in_groups(
     groups = method.groups(inputs, call_options.max_mask_bytes)
     # a group may have fewer query heads per key head
     first_group = inputs.slice_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(call_options.backend, first_group, method.block_size, return_lse, lists_only=not method.is_users)
+    backend = chosen_backend(
+        call_options.backend, first_group, method.block_size, return_lse, lists_only=not method.is_user_method
+    )
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
     for group in groups:

@@ -85,13 +85,13 @@ def with_device_numbers(method: FittedMethod, query: Tensor, keep_numbers: bool)
     Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
     """
     options, tensors = method.options, {}
-    floats = [] if keep_numbers else [name for name in method.floats if options[name] is not None and options[name] != 0]
-    for name in (*floats, *method.pairs, *method.by_head):
+    floats = [] if keep_numbers else [name for name in method.float_options if options[name] is not None and options[name] != 0]
+    for name in (*floats, *method.pair_options, *method.per_head_options):
         value = options[name]
         if keep_numbers and isinstance(value, float):
             continue
         if not isinstance(value, Tensor):
-            value = _on_device(query.device, value, (query.shape[1],) if name in method.by_head else ())
+            value = _on_device(query.device, value, (query.shape[1],) if name in method.per_head_options else ())
         if query.is_cuda and not keep_numbers and not is_traced():
             keep_static(value)
         tensors[name] = value

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from flexmask import plain
-from flexmask._torch import HAS_TRITON, computed_once, on_device
+from flexmask._torch import HAS_TRITON, materialized, on_device
 from flexmask.base.blocks import BlockProblem, block_problem
 from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import Choice, Selection, block_lists
 from flexmask.compilation import run_compiled
 from flexmask.method import Method
 from flexmask.prepared_selection import PreparedSelection
-from flexmask.stats import FROM_LISTS, computed
+from flexmask.stats import FROM_LISTS, compute_statistics
 
 if HAS_TRITON:
     from flexmask import kernels
@@ -46,7 +46,7 @@ def run_plain(
     method, size = prepared.method_for_steps, prepared.method_for_steps.block_size
     if prepared.geometry is not None:
         return run_on_problem(BlockProblem(inputs, size, plain, geometry=prepared.geometry), method, statistics)
-    if method.is_users:
+    if method.is_user_method:
         return cut_and_run(inputs, size, method, statistics, call_end)
     fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
     return run_compiled(cut_and_run, (method.name, fixed, statistics), inputs, size, method, statistics, call_end)
@@ -92,7 +92,9 @@ def run_on_problem(problem: BlockProblem, method: Method, statistics: tuple[str,
     if not isinstance(choice, Choice):
         _check_map(choice, f"method {method.name} must give", problem)
         choice = from_map(problem, choice)
-    return Selection(choice.lists, choice.keep, computed(choice, statistics, problem), problem.block_size, None, choice.mask_mod)
+    return Selection(
+        choice.lists, choice.keep, compute_statistics(choice, statistics, problem), problem.block_size, None, choice.mask_mod
+    )
 
 
 def _check_map(kept: Any, must_give: str, problem: BlockProblem) -> None:
@@ -116,6 +118,6 @@ def _check_map(kept: Any, must_give: str, problem: BlockProblem) -> None:
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     """The choice of a map of kept blocks; None: every visible block."""
     # written to memory: both lists must come from the same floats
-    limited = problem.visible if kept is None else computed_once((kept | problem.diagonal_blocks) & problem.visible)
+    limited = problem.visible if kept is None else materialized((kept | problem.diagonal_blocks) & problem.visible)
     limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
     return Choice(block_lists(limited, problem.visibility.full), None if kept is None else limited)

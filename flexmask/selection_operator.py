@@ -14,7 +14,7 @@ from flexmask.base.visibility import num_blocks
 from flexmask.method import METHODS, FittedMethod
 from flexmask.prepared_selection import PreparedSelection, with_device_numbers
 from flexmask.run_method import run_kernels, run_plain
-from flexmask.stats import empty
+from flexmask.stats import empty_statistics
 
 
 def as_one_operator(
@@ -87,4 +87,4 @@ def _(*arguments: Any) -> list[Tensor]:
     shapes: list[tuple[tuple[int, ...], torch.dtype]] = [(rows, torch.int32), (blocks, torch.int32)] * 2
     shapes.append((blocks if by_name["with_map"] else (0,), torch.bool))
     tensors = [query.new_empty(shape, dtype=dtype) for shape, dtype in shapes]
-    return [*tensors, *empty(by_name["statistics"], query.new_empty(query.shape[:2]))]
+    return [*tensors, *empty_statistics(by_name["statistics"], query.new_empty(query.shape[:2]))]

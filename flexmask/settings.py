@@ -1,4 +1,4 @@
-"""The settings of a model's prefill: by keywords, in a file, in a model's config; and which of them hold."""
+"""The settings of a model's prefill: as keywords, in a file, in a model's config; and which of them apply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexmask.layer_heads import heads_by_layer
 from flexmask.method import Method, UnknownOption, method_of
 
 CONFIG_KEY = "flexmask_config"
-_MOST_BYTES = 2**24
+_MAX_FILE_BYTES = 2**24
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -81,20 +81,20 @@ class PrefillSettings:
         dense_layers = plain_numbers(list(dense_layers) if isinstance(dense_layers, (set, frozenset)) else dense_layers)
         if not isinstance(dense_layers, tuple):
             raise TypeError(f"dense_layers must be a tuple of layer indices; got {type(dense_layers).__name__}")
-        layers = {plain_number(index): of_layer for index, of_layer in layers.items()}
+        layers = {plain_number(index): layer_options for index, layer_options in layers.items()}
         for name, indices in (("layers", layers), ("dense_layers", dense_layers)):
             for index in indices:
                 check_int(f"an index in {name}", index)
                 if index < 0:
                     raise ValueError(f"{name} must hold layer indices >= 0; got {index}")
-        for index, of_layer in layers.items():
-            if not isinstance(of_layer, Mapping):
-                raise TypeError(f"layers[{index}] must be a dict of options; got {type(of_layer).__name__}")
+        for index, layer_options in layers.items():
+            if not isinstance(layer_options, Mapping):
+                raise TypeError(f"layers[{index}] must be a dict of options; got {type(layer_options).__name__}")
         # copies, which the caller cannot change after the checks
         vars(self).update(
             method=method, options=_frozen(options), block_size=plain_number(block_size),
             dense_below=plain_number(dense_below), backend=backend, max_mask_bytes=plain_number(max_mask_bytes),
-            layers={index: _frozen(of_layer) for index, of_layer in layers.items()},
+            layers={index: _frozen(layer_options) for index, layer_options in layers.items()},
             dense_layers=tuple(sorted(set(dense_layers))),
         )  # fmt: skip
         _ = self.call_options
@@ -123,25 +123,25 @@ class PrefillSettings:
 
     @functools.cached_property
     def call_options(self) -> CallOptions:
-        """The checked options; rows that do not fill a block run dense, as selecting for them costs as much as attending."""
+        """The checked call options; rows that do not fill a block run dense, as selecting for them costs as much as attending."""
         checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
         return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
 
     def layer_method(self, layer: int | None = None) -> Method:
         """The method with its options in one layer; None: in all layers."""
-        of_layer = {} if layer is None else self.layers.get(layer, {})
-        return method_of(self.method, self.block_size, {**self.options, **of_layer})
+        layer_options = {} if layer is None else self.layers.get(layer, {})
+        return method_of(self.method, self.block_size, {**self.options, **layer_options})
 
-    def check_model(self, config: Any, of_modules: Mapping[int, int] = {}) -> None:
-        """Refuse missing layers, and options per head of another number; arguments of `heads_by_layer`."""
-        heads = heads_by_layer(config, of_modules)
+    def check_model(self, config: Any, module_heads: Mapping[int, int] = {}) -> None:
+        """Refuse layers that the model lacks, and options for another number of heads; arguments as of `heads_by_layer`."""
+        heads = heads_by_layer(config, module_heads)
         if heads is None:
             return
-        number = len(heads)
+        num_layers = len(heads)
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
-            beyond = [index for index in indices if index >= number]
+            beyond = [index for index in indices if index >= num_layers]
             if beyond:
-                raise ValueError(f"{name} must hold layer indices below {number}, the model's layers; got {beyond[0]}")
+                raise ValueError(f"{name} must hold layer indices below {num_layers}, the model's layers; got {beyond[0]}")
         for layer, num_heads in enumerate(heads):
             if num_heads is not None and layer not in self.dense_layers:
                 with_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
@@ -158,7 +158,7 @@ class PrefillSettings:
 
     @classmethod
     def from_dict(cls, saved: Any, source: str = "settings", other_names: tuple[str, ...] = ()) -> PrefillSettings:
-        """The settings of a dict from `to_dict`; else ValueError, with `source` first and `other_names` among the keys."""
+        """The settings of a dict from `to_dict`; else ValueError, which begins with `source` and lists `other_names` as keys."""
         try:
             return cls(**keywords_of(saved))
         except (TypeError, ValueError) as error:
@@ -171,15 +171,15 @@ class PrefillSettings:
 
     @classmethod
     def load(cls, path: str | Path) -> PrefillSettings:
-        """The settings that `save` wrote, or those in a model's ``config.json``; OSError without one, ValueError for others."""
+        """The settings that `save` wrote, or those in a model's ``config.json``; OSError without a file, else ValueError."""
         path = Path(path)
         size = path.stat().st_size
         if not path.is_file():
             raise ValueError(f"settings must be a regular file; got {path}")
-        if size > _MOST_BYTES:
-            raise ValueError(f"settings must be a file of at most {_MOST_BYTES:,} bytes; {path} has {size:,}")
+        if size > _MAX_FILE_BYTES:
+            raise ValueError(f"settings must be a file of at most {_MAX_FILE_BYTES:,} bytes; {path} has {size:,}")
         with path.open("rb") as file:
-            return cls.parse(file.read(_MOST_BYTES), str(path))
+            return cls.parse(file.read(_MAX_FILE_BYTES), str(path))
 
     @classmethod
     def parse(cls, text: str | bytes, source: str = "settings") -> PrefillSettings:
@@ -197,7 +197,7 @@ FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options
 
 
 def _config_with_settings(data: Any) -> dict[str, Any] | None:
-    """The part of a ``config.json`` that has settings: of a model of several parts the text model's, inside the others."""
+    """The part of a ``config.json`` that has settings; a model of several parts may have them in its text model's config."""
     if not isinstance(data, dict):
         return None
     return data if CONFIG_KEY in data else next(filter(None, map(_config_with_settings, data.values())), None)
@@ -212,26 +212,26 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_heads(method: Method, num_heads: int, where: str = "") -> Method:
-    """The method with options by head for so many heads, or a refusal of those that do not fit, which `where` opens."""
+    """The method with its options per head checked for so many heads; an error's message begins with `where`."""
     try:
         return method.fit_to_heads(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 
 
-# what a caller names: whole settings, or keywords of some
-Named = PrefillSettings | Mapping[str, Any]
+# what a caller sets: whole settings, or keywords, which are not checked yet
+SettingsOverride = PrefillSettings | Mapping[str, Any]
 
 
 def named_settings(
     method: str | Callable[..., BlockMask] | None = None, settings: PrefillSettings | str | Path | None = None, **options: Any
-) -> Named:
-    """Take what a caller names: whole `settings`, an object or a file, or keywords, which are not checked yet."""
+) -> SettingsOverride:
+    """What a caller sets: whole `settings`, an object or a file, or keywords, which are not checked yet."""
     if settings is None:
         return options if method is None else {"method": method, **options}
     if method is not None or options:
         also = sorted({*options, *([] if method is None else ["method"])})
-        raise ValueError(f"settings must come without a method and options beside them; got {also} too")
+        raise ValueError(f"settings cannot be combined with a method or options; got {also}")
     if isinstance(settings, (str, Path)):
         return PrefillSettings.load(settings)
     if not isinstance(settings, PrefillSettings):
@@ -239,50 +239,51 @@ def named_settings(
     return settings
 
 
-def merged(base: PrefillSettings, named: Named, source: str = "") -> PrefillSettings:
-    """`base` with what a caller names over it: whole settings replace it, keywords one by one.
+def apply_override(base: PrefillSettings, override: SettingsOverride, base_name: str = "") -> PrefillSettings:
+    """`base` with `override` applied: whole settings replace it; of keywords, each replaces its own.
 
-    A named option holds for all layers, and another method comes without the old one's options. Where that drops something of
-    `base` and `source`, its name, is given, raises ValueError. TypeError or ValueError for wrong keywords.
+    An option in `override` holds for all layers, and another method comes without the options of the old one. With `base_name`,
+    raises ValueError where that would drop something of `base`. Raises TypeError or ValueError for wrong keywords.
     """
-    if isinstance(named, PrefillSettings):
-        return named
-    if not named:
+    if isinstance(override, PrefillSettings):
+        return override
+    if not override:
         return base
-    layers = {} if "layers" in named else base.layers
-    kept = {layer: {name: x for name, x in options.items() if name not in named} for layer, options in layers.items()}
-    again = next(((name, layer) for layer, options in layers.items() for name in options if name in named), None)
-    if source and again is not None:
-        raise ValueError(f"{again[0]} cannot override {again[0]} of layer {again[1]} in {source}; name whole settings instead")
+    layers = {} if "layers" in override else base.layers
+    kept = {layer: {name: x for name, x in options.items() if name not in override} for layer, options in layers.items()}
+    conflict = next(((name, layer) for layer, options in layers.items() for name in options if name in override), None)
+    if base_name and conflict is not None:
+        name, layer = conflict
+        raise ValueError(f"{name} cannot override {name} of layer {layer} in {base_name}; name whole settings instead")
     keywords = {**base.keywords, "layers": {layer: options for layer, options in kept.items() if options}}
-    if named.get("method", base.method) != base.method:
-        lost = [*(name for name in base.options if name not in named), *(["layers"] if layers else [])]
-        if source and lost:
+    if override.get("method", base.method) != base.method:
+        lost = [*(name for name in base.options if name not in override), *(["layers"] if layers else [])]
+        if base_name and lost:
             dropped = f"whose {', '.join(lost)} it would drop"
-            raise ValueError(f"method cannot override {base.method!r} in {source}, {dropped}; name whole settings instead")
+            raise ValueError(f"method cannot override {base.method!r} in {base_name}, {dropped}; name whole settings instead")
         keywords = {name: x for name, x in keywords.items() if name in FIELDS and name != "layers"}
-    return PrefillSettings(**{**keywords, **named})
+    return PrefillSettings(**{**keywords, **override})
 
 
-def saved_settings(config: Any, of_modules: Mapping[int, int] = {}) -> PrefillSettings | None:
-    """The settings in a model's config; ValueError if they do not fit the model, arguments of `heads_by_layer`."""
+def saved_settings(config: Any, module_heads: Mapping[int, int] = {}) -> PrefillSettings | None:
+    """The settings in a model's config, or None; ValueError if they do not fit the model. Arguments as of `heads_by_layer`."""
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
     settings = PrefillSettings.from_dict(saved, CONFIG_KEY)
     try:
-        settings.check_model(config, of_modules)
+        settings.check_model(config, module_heads)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{CONFIG_KEY}: {error}") from None
     return settings
 
 
 def effective_settings(named: PrefillSettings | None, *configs: Any) -> tuple[PrefillSettings, str]:
-    """The named settings, else those saved in the first config with some, else the defaults; and which they are."""
+    """The named settings, else those saved in the first config that has some, else the defaults; and which of these they are."""
     if named is not None:
         return named, "named"
-    of_config = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
-    return (default_settings(), "defaults") if of_config is None else (of_config, "config")
+    saved = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
+    return (default_settings(), "defaults") if saved is None else (saved, "config")
 
 
 default_settings = functools.cache(PrefillSettings)

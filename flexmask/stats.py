@@ -75,7 +75,7 @@ STATISTICS = tuple(name for name in TENSORS if name != "dense_heads")  # of thos
 FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # of those that need no map of blocks
 
 
-def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> dict[str, Tensor]:
+def compute_statistics(choice: Choice, names: Iterable[str], problem: BlockProblem) -> dict[str, Tensor]:
     """The statistics of these names, (batch, num_heads) each."""
     heads, values = problem.inputs.query.shape[:2], {}
     for name in names:
@@ -93,12 +93,12 @@ def computed(choice: Choice, names: Iterable[str], problem: BlockProblem) -> dic
     return values
 
 
-def empty(names: Iterable[str], heads: Tensor) -> list[Tensor]:
+def empty_statistics(names: Iterable[str], heads: Tensor) -> list[Tensor]:
     """Unwritten tensors for the statistics of these names, shaped like `heads`."""
     return [torch.empty_like(heads, dtype=_FIELDS[name]["dtype"]) for name in names]
 
 
-def stats_of(
+def merge_group_stats(
     parts: Sequence[Mapping[str, Tensor]], groups: Sequence[HeadGroup], dense: Sequence[Sequence[bool]] = ()
 ) -> SelectionStats:
     """The statistics of all heads, from those of each group; `dense`: by group and key head, served by dense attention."""

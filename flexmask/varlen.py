@@ -1,4 +1,4 @@
-"""sparse_attention_varlen: packed sequences, each of which selects for itself."""
+"""The public function `sparse_attention_varlen`: attention of packed sequences, each with its own selection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_bool, check_int, check_plain, check_shape, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
-from flexmask.dense_policy import notice_dense
+from flexmask.dense_policy import log_dense_once
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.method import method_of
@@ -139,7 +139,7 @@ def sparse_attention_varlen(
     >>> [each.dense for each in stats]
     [False, True, True]
     """
-    chosen = method_of(method, block_size, options)
+    checked_method = method_of(method, block_size, options)
     call_options = checked_call_options(backend, dense_below, max_mask_bytes)
     check_shape("query", query, "(total_q, num_heads, head_dim)")
     check_shape("key", key, "(total_k, num_kv_heads, head_dim)")
@@ -155,43 +155,43 @@ def sparse_attention_varlen(
     pack = attention_inputs(
         *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)), scale=scale, softcap=softcap, window=window, sinks=sinks
     )
-    filled = [segment for segment in segments if segment.q_len > 0]
-    problems = [segment.of(pack) for segment in filled]
-    of_calls = [chosen.for_inputs(inputs) for inputs in problems]
+    nonempty = [segment for segment in segments if segment.q_len > 0]
+    segment_inputs = [segment.slice_inputs(pack) for segment in nonempty]
+    fitted_methods = [checked_method.for_inputs(inputs) for inputs in segment_inputs]
     if backend != "auto":
-        chosen_backend(backend, pack, block_size, return_lse, lists_only=not chosen.is_users)
+        chosen_backend(backend, pack, block_size, return_lse, lists_only=not checked_method.is_user_method)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
-    reasons = [policy.size_reason(segment.q_len, segment.kv_len) for segment in filled]
-    short = [segment for segment, reason in zip(filled, reasons, strict=True) if reason is not None]
-    for segment, reason in zip(filled, reasons, strict=True):
-        notice_dense(reason, segment.q_len)
+    reasons = [policy.size_reason(segment.q_len, segment.kv_len) for segment in nonempty]
+    short = [segment for segment, reason in zip(nonempty, reasons, strict=True) if reason is not None]
+    for segment, reason in zip(nonempty, reasons, strict=True):
+        log_dense_once(reason, segment.q_len)
     dense = iter(dense_attention_packed(pack, short, return_lse, backend))
     out, lse, stats = None, [], []
-    for segment, inputs, of_call, reason in zip(filled, problems, of_calls, reasons, strict=True):
+    for segment, inputs, fitted_method, reason in zip(nonempty, segment_inputs, fitted_methods, reasons, strict=True):
         if reason is not None:
-            part = AttentionResult(*next(dense))
+            result = AttentionResult(*next(dense))
         else:
             # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
-            plan = plan_call(inputs, of_call, call_options, return_lse)
-            notice_dense(plan.reason, inputs.query.shape[2])
-            part = plan.attend(inputs, statistics)
+            plan = plan_call(inputs, fitted_method, call_options, return_lse)
+            log_dense_once(plan.reason, inputs.query.shape[2])
+            result = plan.attend(inputs, statistics)
         if out is None:
-            out = part.out.new_empty((query.shape[0], *part.out.shape[1::2]))
-        out[segment.query] = part.out[0].transpose(0, 1)
-        stats.append(part.stats)
-        if part.lse is not None:
-            lse.append(part.lse)
+            out = result.out.new_empty((query.shape[0], *result.out.shape[1::2]))
+        out[segment.query] = result.out[0].transpose(0, 1)
+        stats.append(result.stats)
+        if result.lse is not None:
+            lse.append(result.lse)
     extras: list[Any] = [torch.cat(lse, 2)[0]] if return_lse else []
     if return_stats:
-        of_filled = iter(stats)
-        found = (next(of_filled) if segment.q_len > 0 else None for segment in segments)
-        extras.append(tuple(of_call or dense_stats(pack.query) for of_call in found))
+        nonempty_stats = iter(stats)
+        segment_stats = (next(nonempty_stats) if segment.q_len > 0 else None for segment in segments)
+        extras.append(tuple(each or dense_stats(pack.query) for each in segment_stats))
     return (out, *extras) if extras else out
 
 
 def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int) -> list[Segment]:
-    """The sequences between bounds, which are copied from a GPU to the host, both at once."""
+    """The sequences between the bounds; bounds on a GPU are copied to the host, both at once."""
     rows, keys = _on_host(cu_seqlens_q, cu_seqlens_k)
     _check_bounds("cu_seqlens_q", rows, "total_q", total_q)
     _check_bounds("cu_seqlens_k", keys, "total_k", total_k)

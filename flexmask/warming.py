@@ -91,7 +91,7 @@ def warmup(
     block_size, taken = options.get("block_size", 128), inspect.signature(sparse_attention).parameters
     of_method = {name: value for name, value in options.items() if name not in taken}
     chosen = method_of(options.get("method", RECOMMENDED), block_size, of_method)
-    block = block_size if chosen.whole_blocks else 1
+    block = block_size if chosen.needs_whole_blocks else 1
     lengths = [-(-length // block) * block for length in LENGTHS]
     if torch.device(device).type == "cuda":
         lengths += [blocks * block_size for blocks in MANY_BLOCKS]

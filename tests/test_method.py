@@ -150,7 +150,7 @@ def test_a_method_is_named_by_its_name_its_mask_function_or_a_partial_of_it():
     with pytest.raises(ValueError, match="gamma must be in"):
         method_of(functools.partial(flexprefill_mask, gamma=2), 64, {})
     users = method_of(lambda query, key, **given: None, 64, {"anything": 1})
-    assert users.is_users and users.options == {"anything": 1}
+    assert users.is_user_method and users.options == {"anything": 1}
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
 # torch.compile traces no abstract class; NumPy's float64 is a float
 _PLAIN = (int, float, bool, str, bytes, type(None))
 # read here: torch 2.5.1 cannot trace it
-_LARGEST = sys.float_info.max
+_MAX_FLOAT = sys.float_info.max
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(16, 513)  # of the selections and of FlexAttention's kernels
 GRADIENT_DIMS = 256  # the widest with gradients
-_MOST_HEADS = 65535  # programs in the second dimension of a CUDA grid
+_MAX_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 
 def check_int(name: str, value: object) -> None:
@@ -43,7 +43,7 @@ def check_real(name: str, value: object) -> None:
     # torch.compile can trace comparisons of a symbolic number
     if not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be finite; got {value}")
-    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+    if isinstance(value, int) and not -_MAX_FLOAT <= value <= _MAX_FLOAT:
         raise ValueError(f"{name} must be a number that a float can hold; got one of {len(str(abs(value)))} digits")
 
 
@@ -177,8 +177,8 @@ def _check_query_key(query: Tensor, key: Tensor) -> None:
         raise ValueError(f"query's num_heads must be a multiple of key's num_kv_heads {num_kv_heads}; got {num_heads}")
     if q_len > kv_len:
         raise ValueError(f"query's q_len must be at most key's kv_len {kv_len}; got {q_len}")
-    if query.is_cuda and batch * num_heads > _MOST_HEADS:
-        raise ValueError(f"query must have at most {_MOST_HEADS} heads in all batch rows on CUDA; got {batch} * {num_heads}")
+    if query.is_cuda and batch * num_heads > _MAX_HEADS:
+        raise ValueError(f"query must have at most {_MAX_HEADS} heads in all batch rows on CUDA; got {batch} * {num_heads}")
 
 
 def _check_value(value: Tensor, key: Tensor) -> None:

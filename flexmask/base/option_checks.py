@@ -11,7 +11,7 @@ from flexmask.base.checks import check_argument, check_int, check_int64, check_p
 from flexmask.base.scores import widest_float
 
 # keeps one block of an even map of 8192 by 8192 blocks: a smaller share keeps no fewer
-_LEAST_SHARE = 2.0**-30
+_MIN_SHARE = 2.0**-30
 
 
 def check_block_size(block_size: Any) -> None:
@@ -58,7 +58,7 @@ def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
     if isinstance(value, Tensor):
         check_plain(name, value)
         check_argument(name, value, "(num_heads,)", (num_heads,), "floating", "query", query)
-        return value.detach().to(widest_float(value.device)).nan_to_num(nan=1.0).clamp(_LEAST_SHARE, 1.0)
+        return value.detach().to(widest_float(value.device)).nan_to_num(nan=1.0).clamp(_MIN_SHARE, 1.0)
     if isinstance(value, tuple) and len(value) != num_heads:
         raise ValueError(f"{name} must hold one number for each of query's {num_heads} heads; got {len(value)} numbers")
     return value

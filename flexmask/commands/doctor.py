@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from flexmask.environment import Problem
     from flexmask.integrations.huggingface.layer_forecast import LayerForecast
-    from flexmask.settings import Named as NamedSettings
+    from flexmask.settings import SettingsOverride
 
 
 @with_common
@@ -28,7 +28,7 @@ def doctor(
         str | None, typer.Argument(metavar="MODEL", help="Also forecast each layer of this model.", show_default=False)
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to forecast the layers for.")] = 32768,
-    whole: Annotated[
+    run_self_test: Annotated[
         bool | None,
         typer.Option(
             "--self-test/--skip-self-test",
@@ -49,14 +49,14 @@ def doctor(
     output = Output(common.as_json)
     with output.progress("loading torch"):
         from flexmask.environment import backends, device_name, problems, versions
-    # of a model over several devices: the first
+    # the first device, if the model is spread over several
     where = chosen_device(None if common.device == "auto" else common.device)
     kind = chosen_dtype(common.dtype, where)
     chosen = common.prefill_settings(for_model=model is not None)
     config = None if model is None else load_config(model)
     unknown = None
     installed = versions()
-    known = [*problems(where), *_of_the_adapter(installed["transformers"], needed=model is not None)]
+    known = [*problems(where), *_transformers_problems(installed["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
         "device": device_name(where),
         "versions": installed,
@@ -65,7 +65,7 @@ def doctor(
     }
     _show_machine(output, document)
     bad = any(problem.severity == "error" for problem in known)
-    if whole is not False:
+    if run_self_test is not False:
         document |= _tested(output, where)
         bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
@@ -76,20 +76,20 @@ def doctor(
         document["model"], document["layers"] = about, [layer._asdict() for layer in forecasts]
         _show_layers(output, about, forecasts)
         bad = bad or refused is not None or any(layer.outcome == "refused" for layer in forecasts)
-    if whole:
+    if run_self_test:
         document |= _timed(output, where)
     document["ok"] = not bad
     well = "No problem found." if unknown is None else "No problem found; the model's layers are unknown."
     output.line("", "A problem was found." if bad else well)
-    if whole:
+    if run_self_test:
         output.line("", "To paste into an issue:", "", "```", *_for_an_issue(document), "```")
     output.result(document)
     if bad:
         raise typer.Exit(PROBLEM)
 
 
-def _of_the_adapter(version: str | None, needed: bool) -> list[Problem]:
-    """Of transformers by its version: loading it takes seconds."""
+def _transformers_problems(version: str | None, needed: bool) -> list[Problem]:
+    """Known problems of transformers, by its version, because loading it takes seconds."""
     from flexmask.environment import Problem, check_transformers
 
     severity = "error" if needed else "warning"
@@ -155,7 +155,7 @@ def _timed(output: Output, device: str) -> dict[str, Any]:
 
 
 def _for_an_issue(document: dict[str, Any]) -> list[str]:
-    """Everything that was found, a line each."""
+    """All that was found, in lines."""
     lines = [document["device"], " ".join(f"{name} {version}" for name, version in document["versions"].items() if version)]
     for name in ("backends", "problems", "self_test", "flash", "times"):
         for found in document[name]:
@@ -166,7 +166,7 @@ def _for_an_issue(document: dict[str, Any]) -> list[str]:
 
 
 def _forecasts(
-    config: Any, named: NamedSettings | None, tokens: int, device: str, dtype: torch.dtype
+    config: Any, named: SettingsOverride | None, tokens: int, device: str, dtype: torch.dtype
 ) -> tuple[str | None, str | None, Sequence[LayerForecast]]:
     """Why the model as a whole is refused, or why its layers are unknown; else what each would do."""
     try:

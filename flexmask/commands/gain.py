@@ -30,9 +30,9 @@ def gain(
     chosen, text = common.prefill_settings(), read_text(prompt, output)
     loaded, tokenizer = load_model(model, output, common.device, common.dtype)
     ids, settings = prompt_ids(loaded, tokenizer, text), common.settings_of(loaded.config.get_text_config(), chosen)
-    from flexmask.commands.gain_model import of_prompt
+    from flexmask.commands.gain_model import measure_prompt
 
-    document = {"model": model, **of_prompt(loaded, ids, settings, minutes, output)}
+    document = {"model": model, **measure_prompt(loaded, ids, settings, minutes, output)}
     document["gains"] = document["ratio"] is not None and document["ratios"][0] >= LEAST_GAIN
     document["verdict"] = verdict(document)
     _show(output, document)

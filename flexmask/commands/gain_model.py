@@ -23,15 +23,17 @@ from flexmask.integrations.huggingface import sparse_prefill
 from flexmask.settings import PrefillSettings
 
 ROUNDS = 3  # timed prefills of each, in turns: a slow moment of the machine then meets both
-MOST_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
+MAX_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
 _NOT_TIMED = {"low_heads": None, "density": 1.0, "ratio": None, "error": None}
 _AT_ONCE = 256  # log-probabilities at a time in float32
 
 
-def of_prompt(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, minutes: float, output: Output) -> dict[str, Any]:
-    """Density, error and times of one prompt, (1, length).
+def measure_prompt(
+    model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, minutes: float, output: Output
+) -> dict[str, Any]:
+    """Measure density, error and times of one prompt, (1, length).
 
-    Rounds that would take more than the minutes are left out; if one would, the prompt is refused.
+    Rounds that do not fit into `minutes` are left out; if not even one fits, the prompt is refused.
     """
     ids, length, layers = ids.to(model.device), ids.shape[1], len({layer.layer_idx for layer in _layers(model)})
     too_short = settings.call_options.policy.size_reason(length, length)
@@ -138,9 +140,9 @@ def pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
 
 
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Log-probabilities of up to `MOST_SCORED` evenly spaced tokens of a prompt, (1, length), float32 on the CPU."""
+    """Log-probabilities of up to `MAX_SCORED` evenly spaced tokens of a prompt, (1, length), float32 on the CPU."""
     length = ids.shape[1]
-    before = torch.linspace(0, length - 2, min(length - 1, MOST_SCORED), device=ids.device).round().long()
+    before = torch.linspace(0, length - 2, min(length - 1, MAX_SCORED), device=ids.device).round().long()
     # indices would stay on the first device of a model that is spread over several
     one_device = len({parameter.device for parameter in model.parameters()}) == 1
     keeps = one_device and "logits_to_keep" in inspect.signature(model.forward).parameters

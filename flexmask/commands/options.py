@@ -15,8 +15,7 @@ import typer
 from flexmask.commands import MISSING, PROBLEM
 
 if TYPE_CHECKING:
-    from flexmask.settings import Named as NamedSettings
-    from flexmask.settings import PrefillSettings
+    from flexmask.settings import PrefillSettings, SettingsOverride
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a transformers model, or its name on the hub.")]
 Prompt = Annotated[str, typer.Option("--prompt", "-p", metavar="FILE", help="Text file, UTF-8; '-' is stdin.")]
@@ -104,7 +103,7 @@ class Common(NamedTuple):
                 by_name[name] = _parsed(value)
         return by_name
 
-    def prefill_settings(self, for_model: bool = True) -> NamedSettings | None:
+    def prefill_settings(self, for_model: bool = True) -> SettingsOverride | None:
         """Settings by name: those of the file, with the options over them, or the options alone; None for the model's own.
 
         Options alone are checked as far as that goes without the settings that the model has saved (`for_model`).
@@ -114,7 +113,7 @@ class Common(NamedTuple):
             return None
         from flexmask.json_settings import keywords_of
         from flexmask.method import UnknownOption
-        from flexmask.settings import PrefillSettings, merged
+        from flexmask.settings import PrefillSettings, apply_override
 
         saved = PrefillSettings()
         if self.settings is not None:
@@ -123,7 +122,7 @@ class Common(NamedTuple):
         with self.errors():
             keywords = keywords_of(chosen)
             try:
-                whole = merged(saved, keywords, str(self.settings))
+                whole = apply_override(saved, keywords, str(self.settings))
             except UnknownOption:
                 # the model may have saved another method
                 if self.settings is None and for_model and "method" not in keywords:
@@ -131,7 +130,7 @@ class Common(NamedTuple):
                 raise
         return keywords if self.settings is None else whole
 
-    def settings_of(self, config: Any, chosen: NamedSettings | None) -> PrefillSettings:
+    def settings_of(self, config: Any, chosen: SettingsOverride | None) -> PrefillSettings:
         """The settings for a text model's config: `chosen`, else its own, else the defaults; checked for its layers and heads."""
         from flexmask.integrations.huggingface.model_config import settings_for
 

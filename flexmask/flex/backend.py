@@ -13,14 +13,14 @@ import torch
 from flexmask._torch import (
     HAS_CPU_KERNEL,
     HAS_FLASH_BACKEND,
-    beyond_memory,
     dispatch_modes,
     in_transform,
     is_exporting,
     is_fake,
     is_traced,
+    modes_that_disable_compile,
     records_operators,
-    stopping_modes,
+    unsupported_tensor_kind,
 )
 from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
@@ -187,7 +187,7 @@ def check_compiled_code_takes(inputs: AttentionInputs) -> None:
         raise TypeError(f"sparse attention must be outside of the transforms of torch.func (grad, jvp, functionalize); {_DENSE}")
     for name in ("query", "key", "value", "attention_mask", "offset", "sinks"):
         tensor = getattr(inputs, name)
-        what = None if tensor is None else beyond_memory(tensor)
+        what = None if tensor is None else unsupported_tensor_kind(tensor)
         if what is not None:
             raise TypeError(f"{name} must be a plain tensor for sparse attention; got {what}; {_DENSE}")
     if is_fake(inputs.query):
@@ -195,7 +195,7 @@ def check_compiled_code_takes(inputs: AttentionInputs) -> None:
         if modes or records_operators():
             others = " and ".join(modes) or "a graph that is recorded"
             raise RuntimeError(f"sparse attention gives shapes under FakeTensorMode alone; got {others} too; {_DENSE}")
-    modes = stopping_modes()
+    modes = modes_that_disable_compile()
     if modes:
         raise RuntimeError(
             f"torch.compile does not run under the mode {' and '.join(modes)}, and uncompiled flex_attention ignores the block "

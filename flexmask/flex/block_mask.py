@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_map_only
 
-from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, computed_once, is_traced
+from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, FROM_KV_BLOCKS, RELEASE, is_traced, materialized
 from flexmask.base.inputs import AttentionInputs, HeadGroup, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 
@@ -70,7 +70,7 @@ def captured(tensor: Tensor) -> Tensor:
         return tensor
     if is_traced():
         # nothing can be marked; the range keeps Inductor from treating a constant as such
-        return computed_once(tensor[torch.arange(tensor.shape[0], device=tensor.device)])
+        return materialized(tensor[torch.arange(tensor.shape[0], device=tensor.device)])
     view = tensor.detach()
     # FlexAttention's C++ template replaces ``ks1`` by ``cur_qSplitSize``, hence a symbolic size ``ks12`` by an undeclared name;
     # unbacked sizes are named ``ku0``, and a size of 1 is never symbolic

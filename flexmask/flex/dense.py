@@ -13,8 +13,8 @@ from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped
 from flexmask.base.visibility import visible_keys
 
-_MOST_SCORES = 2**28  # float32
-_MOST_VISIBLE = 2**26  # bool, and SDPA's copy
+_MAX_SCORES = 2**28  # float32
+_MAX_VISIBLE = 2**26  # bool, and SDPA's copy
 
 
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -32,7 +32,7 @@ def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor
     (batch, num_heads, q_len, _), kv_len = query.shape, inputs.key.shape[2]
     rows = q_len
     if not is_traced():
-        most = _MOST_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MOST_VISIBLE // batch
+        most = _MAX_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MAX_VISIBLE // batch
         rows = max(1, most // kv_len)
     hidden = None if tokens.all_keys_valid else ~tokens.key_valid
     outs, lses = [], []

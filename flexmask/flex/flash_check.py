@@ -102,11 +102,11 @@ def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
                 return Verdict(reason=f"its check here found {name}'s gradient off by {share:.1%} ({_TOLERANCE:.0%} is allowed)")
         return Verdict(lse_reason=NO_LSE_GRADIENT, error=off)
     assert lse is not None
-    verdict = _of_lse(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
+    verdict = _lse_verdict(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
     return verdict._replace(error=off)
 
 
-def _of_lse(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:
+def _lse_verdict(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:
     sees = expected > -math.inf
     if not bool((lse[~sees] == -math.inf).all()):
         return Verdict(lse_reason="its check here found a log-sum-exp other than -inf in rows that see nothing")
@@ -149,7 +149,7 @@ def flash_verdict(
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if captured or in_dispatch_mode() or in_transform() or any_thread_exports():
         if not call.direct:  # FlexAttention may serve it
-            _say_missed(key)
+            _log_unchecked(key)
         return None
     with _lock:
         if key not in _found:
@@ -174,7 +174,7 @@ def _outcome(device_type: str, index: int | None, *call: object) -> str:
     key = (device_type, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
     verdict = _found.get(key)
     if verdict is None:
-        _say_missed(key)
+        _log_unchecked(key)
         return ""
     return f"{verdict.reason}\n{verdict.lse_reason}\n{verdict.lse_factor!r}"
 
@@ -182,7 +182,7 @@ def _outcome(device_type: str, index: int | None, *call: object) -> str:
 _recall = torch.compiler.assume_constant_result(_outcome)
 
 
-def _say_missed(key: _Key) -> None:
+def _log_unchecked(key: _Key) -> None:
     """Log, once, that nothing was checked; `backend` then takes Triton or raises."""
     if first_time("not checked", key):
         _log.warning(

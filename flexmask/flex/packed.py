@@ -20,13 +20,13 @@ from flexmask.flex.run import run_flex_attention
 
 _BLOCK = 128
 # blocks of rows and of keys that one call copies
-_MOST_BLOCKS = 1024
+_MAX_BLOCKS = 1024
 
 Result = tuple[Tensor, Tensor | None]
 
 
 class Segment(NamedTuple):
-    """One sequence of a pack; its query rows are its last ones."""
+    """One sequence of a pack; its query rows stand at its last keys."""
 
     query: slice
     key: slice
@@ -39,8 +39,8 @@ class Segment(NamedTuple):
     def kv_len(self) -> int:
         return int(self.key.stop - self.key.start)
 
-    def of(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The sequence as inputs, views of the pack's."""
+    def slice_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
+        """The inputs of this sequence, as views of the pack's."""
         value = None if inputs.value is None else inputs.value[:, :, self.key]
         return inputs.with_fields(query=inputs.query[:, :, self.query], key=inputs.key[:, :, self.key], value=value)
 
@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 def dense_attention_packed(
     inputs: AttentionInputs, segments: list[Segment], return_lse: bool = False, backend: str = "auto"
 ) -> list[Result]:
-    """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim); its log-sum-exp if requested."""
+    """Dense attention of each segment of a pack to itself, (1, num_heads, q_len, v_head_dim), with log-sum-exp if requested."""
     query, value = inputs.query, inputs.value
     assert value is not None
     together = query.is_cuda and query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS and not runs_uncompiled(query)
@@ -58,7 +58,7 @@ def dense_attention_packed(
     calls = _shared_calls(inputs, segments, return_lse) if together else []
     chosen = Backend("triton")  # of "auto" too (docs/packed.md)
     if calls and backend == "flash":
-        # the window is in the lists; the mask_mod captures tensors, as that of an offset
+        # the window is in the lists; the mask_mod captures tensors, as the mask_mod of an offset does
         like = inputs.with_fields(window=None, offset=query.new_zeros(1, dtype=torch.int32))
         chosen = chosen_backend(backend, like, _BLOCK, return_lse, shared=True)
     for numbers in calls:
@@ -67,7 +67,7 @@ def dense_attention_packed(
             outs = attention_in_one_call(inputs, part, chosen.name, return_lse, chosen.lse_factor)
         done.update(zip(numbers, outs, strict=True))
     return [
-        done[number] if number in done else dense_attention(segment.of(inputs), return_lse)
+        done[number] if number in done else dense_attention(segment.slice_inputs(inputs), return_lse)
         for number, segment in enumerate(segments)
     ]
 
@@ -89,14 +89,14 @@ def attention_in_one_call(
     out, lse = run_flex_attention(aligned.with_fields(window=None), mask, backend, return_lse, lse_factor)
     # a copy, which frees the rows that fill up blocks
     lengths = [segment.q_len for segment in segments]
-    own = _own_rows(lengths, out.device)
-    outs = out.index_select(2, own).split(lengths, 2)
-    lses = [None] * len(segments) if lse is None else lse.index_select(2, own).split(lengths, 2)
+    rows = _sequence_rows(lengths, out.device)
+    outs = out.index_select(2, rows).split(lengths, 2)
+    lses = [None] * len(segments) if lse is None else lse.index_select(2, rows).split(lengths, 2)
     return list(zip(outs, lses, strict=True))
 
 
-def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
-    """Places of the sequences' rows among rows that are filled up to whole blocks."""
+def _sequence_rows(lengths: list[int], device: torch.device) -> Tensor:
+    """Places of the sequences' rows among rows that are padded to whole blocks."""
     filled_before = [0, *itertools.accumulate(-length % _BLOCK for length in lengths)][:-1]
     table = _on_device([filled_before, lengths], device)
     total = sum(lengths)
@@ -104,10 +104,10 @@ def _own_rows(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _block_tables(segments: list[Segment], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Give the contents of blocks of aligned sequences, int32: by query block (num_q_blocks, 5), by key block (num_kv_blocks, 2).
+    """The contents of blocks of aligned sequences, int32: by query block (num_q_blocks, 5), by key block (num_kv_blocks, 2).
 
-    First row or key and end of its sequence, in the pack; of a query block also the row's position, first and end of its keys, in
-    the aligned copy.
+    Each row has the block's first row or key in the pack, and where its sequence ends there. A query block also has, in the
+    aligned copy, the position of its first row, and where its keys begin and end.
     """
     rows: list[tuple[int, ...]] = []
     keys: list[tuple[int, ...]] = []
@@ -128,7 +128,7 @@ def _on_device(table: list[Any], device: torch.device) -> Tensor:
 
 
 def _mask(rows: Tensor, keys: Tensor, window: int | None, with_gradients: bool) -> BlockMask:
-    """The mask of aligned sequences. Rows behind a sequence's last see what that one sees."""
+    """The mask of aligned sequences. Rows past the end of a sequence see what its last row sees."""
     within = torch.arange(_BLOCK, device=rows.device, dtype=torch.int32)
     position, first, end = rows[:, 2:].split(1, 1)
     last = torch.minimum(position + within, end - 1)
@@ -151,13 +151,16 @@ def _mask(rows: Tensor, keys: Tensor, window: int | None, with_gradients: bool) 
 
 
 def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: bool) -> list[list[int]]:
-    """Numbers of sequences by call, of `_MOST_BLOCKS` or one sequence; without single rows and what SDPA takes as it is."""
+    """Indices of the sequences of each call: at most `_MAX_BLOCKS` blocks, or one sequence.
+
+    Single rows are left out, and so is what SDPA takes as it is.
+    """
     calls: list[list[int]] = []
     blocks = 0
     for number, segment in enumerate(segments):
         if segment.q_len > 1:
             more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
-            if not calls or blocks + more > _MOST_BLOCKS:
+            if not calls or blocks + more > _MAX_BLOCKS:
                 calls.append([])
                 blocks = 0
             calls[-1].append(number)
@@ -166,4 +169,6 @@ def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: 
         return []
     assert inputs.value is not None
     fused = has_fused_kernel(inputs.query, inputs.key, inputs.value)
-    return [call for call in calls if len(call) > 1 or not (fused and sdpa_serves(segments[call[0]].of(inputs), return_lse))]
+    return [
+        call for call in calls if len(call) > 1 or not (fused and sdpa_serves(segments[call[0]].slice_inputs(inputs), return_lse))
+    ]

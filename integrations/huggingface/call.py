@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexmask._torch import MODULES_ARE_CONSTANTS, is_exporting, is_traced
 from flexmask.attend import AttentionResult
 from flexmask.base.inputs import AttentionInputs, without_autocast
-from flexmask.dense_policy import head_dim_reason, notice_dense
+from flexmask.dense_policy import head_dim_reason, log_dense_once
 from flexmask.flex.block_mask import joined_mask
 from flexmask.flex.packed import Segment, dense_attention_packed
 from flexmask.integrations.huggingface.mask import ForwardPass, GeometryMask
@@ -108,7 +108,7 @@ class LayerCall(NamedTuple):
     def note(self, attended: AttentionResult, reason: str | None) -> None:
         """Record the call; without a run log why it ran dense, if it did."""
         if self.run is None:
-            notice_dense(reason, self.inputs.query.shape[2])
+            log_dense_once(reason, self.inputs.query.shape[2])
             return
         batch, _, q_len, _ = self.inputs.query.shape
         mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
@@ -139,7 +139,7 @@ class LayerCall(NamedTuple):
         """As `output`, of the sequences of a pack in the batch rows one after the other."""
         batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs.with_fields(prompt_len=None))
         calls = [
-            self._replace(inputs=segment.of(whole), tokens=segment.kv_len, sequence=number)
+            self._replace(inputs=segment.slice_inputs(whole), tokens=segment.kv_len, sequence=number)
             for number, segment in enumerate(segments)
             if segment.q_len > 0
         ]

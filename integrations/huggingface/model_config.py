@@ -11,30 +11,38 @@ from transformers import PreTrainedModel
 from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
 from flexmask.integrations.huggingface.scope import entry_of
 from flexmask.layer_heads import heads_by_layer
-from flexmask.settings import CONFIG_KEY, Named, PrefillSettings, default_settings, merged, named_settings, saved_settings
+from flexmask.settings import (
+    CONFIG_KEY,
+    PrefillSettings,
+    SettingsOverride,
+    apply_override,
+    default_settings,
+    named_settings,
+    saved_settings,
+)
 
-_of_process: Named = {}
+_of_process: SettingsOverride = {}
 
 
-def set_process_settings(named: Named) -> None:
+def set_process_settings(named: SettingsOverride) -> None:
     """Use these settings, or keywords, in the whole process; none leave those that it has."""
     global _of_process
     if not isinstance(named, PrefillSettings):
-        checked = merged(PrefillSettings(), named)
+        checked = apply_override(PrefillSettings(), named)
         # copies, which the caller cannot change
         copies = {**vars(checked), **checked.options}
         named = {name: copies[name] for name in named} or _of_process
     _of_process = named
 
 
-def settings_for(config: Any, named: Named | None = None) -> PrefillSettings:
-    """The defaults, those in the config, the process's and the named ones, `merged` in this order."""
+def settings_for(config: Any, named: SettingsOverride | None = None) -> PrefillSettings:
+    """The defaults, those in the config, the process's and the named ones, merged in this order."""
     if isinstance(named, PrefillSettings):
         return named
-    return merged(_with_process(saved_in(config) or default_settings()), named or {})
+    return apply_override(_with_process(saved_in(config) or default_settings()), named or {})
 
 
-_merged: tuple[PrefillSettings, Named, PrefillSettings] | None = None  # the latest of `_with_process`
+_merged: tuple[PrefillSettings, SettingsOverride, PrefillSettings] | None = None  # the latest of `_with_process`
 
 
 def _with_process(base: PrefillSettings) -> PrefillSettings:
@@ -42,7 +50,7 @@ def _with_process(base: PrefillSettings) -> PrefillSettings:
     global _merged
     latest, process = _merged, _of_process
     if latest is None or latest[0] is not base or latest[1] is not process:
-        latest = _merged = (base, process, merged(base, process))
+        latest = _merged = (base, process, apply_override(base, process))
     return latest[2]
 
 
@@ -109,7 +117,7 @@ def configure(
     {'dense_layers': [0], 'gamma': 0.8}
     """
     config, heads = shaped_config(unwrapped(model))
-    written = merged(PrefillSettings(), named_settings(method, settings, **options))
+    written = apply_override(PrefillSettings(), named_settings(method, settings, **options))
     written.check_model(config, heads)
     setattr(config, CONFIG_KEY, written.to_dict())
     return written

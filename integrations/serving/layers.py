@@ -55,7 +55,7 @@ class SparseLayer(LayerShape):
     def variant(self) -> tuple[Any, ...]:
         """Everything that kernels are compiled for; options that are numbers on the device are not."""
         method, options = self.method, self.method.options
-        numbers = {*method.by_head, *method.pairs, *(name for name in method.floats if options[name])}
+        numbers = {*method.per_head_options, *method.pair_options, *(name for name in method.float_options if options[name])}
         return (*self._fixed, *((name, value) for name, value in options.items() if name not in numbers))
 
     @functools.cached_property

@@ -140,7 +140,7 @@ def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int
         raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
     options = server()
     method = options.settings.layer_method()
-    if "gamma" not in method.by_head:
+    if "gamma" not in method.per_head_options:
         raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {method.name!r}")
     if isinstance(gamma, bool) or not isinstance(gamma, (int, float)):
         raise ValueError(f"{GAMMA} must be a number; got {type(gamma).__name__}")

@@ -45,7 +45,7 @@ def _method(layers: Iterable[SparseLayer]) -> str:
     parts = [method.name]
     for name, default in method.defaults.items():
         values = [each.options[name] for each in methods]
-        if name in method.by_head:
+        if name in method.per_head_options:
             shares = [float(share) for value in values for share in (value if isinstance(value, tuple) else (value,))]
             low, high = min(shares), max(shares)
             parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")

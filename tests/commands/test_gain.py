@@ -55,7 +55,7 @@ def test_log_probabilities_are_those_of_evenly_spaced_tokens(folder, monkeypatch
     forward = model.forward
     if gives_every_logit:
         model.forward = lambda input_ids, use_cache: forward(input_ids=input_ids, use_cache=use_cache)
-    monkeypatch.setattr(gain_model, "MOST_SCORED", 300)
+    monkeypatch.setattr(gain_model, "MAX_SCORED", 300)
     with torch.no_grad():
         every = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         found = gain_model.log_probs(model, ids)
@@ -150,7 +150,7 @@ def test_a_prompt_that_takes_longer_is_refused_before_a_prefill(flexmask, folder
 def test_the_line_to_paste_names_layers_by_number(flexmask, folder, prompt, monkeypatch):
     times = {"tokens": 530, "density": 0.5, "ratio": 2.0, "ratios": [2.0, 2.0], "reasons": {}, "low_heads": None, "error": None}
     names = {"type": "LlamaConfig", "dtype": "float32", "torch": "2", "device": "cpu"}
-    monkeypatch.setattr(gain_model, "of_prompt", lambda *_: {**times, **names})
+    monkeypatch.setattr(gain_model, "measure_prompt", lambda *_: {**times, **names})
     result = flexmask("gain", folder, "--prompt", prompt, "--option", 'layers={"1": {"gamma": 0.5}}', "--device", "cpu")
     assert "with flexmask.sparse_prefill(model, layers={1: {'gamma': 0.5}}): model.generate" in result.stdout
 

@@ -51,7 +51,7 @@ def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     it = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
     whole = it.attend(dense_below=101, **keywords)
     # 13 rows at a time
-    for name, most in (("_MOST_SCORES", it.query.shape[1] * 100 * 13), ("_MOST_VISIBLE", 100 * 13)):
+    for name, most in (("_MAX_SCORES", it.query.shape[1] * 100 * 13), ("_MAX_VISIBLE", 100 * 13)):
         monkeypatch.setattr(f"flexmask.flex.dense.{name}", most)
     parts = it.attend(dense_below=101, **keywords)
     torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
