@@ -23,17 +23,17 @@ _MAX_CHARACTERS = 1000  # of an error: some list every model of transformers
 # changes from plain calls of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "plain calls": {},
-    "windows and chunks": {"captures": True},
-    "padding": {"padded": True},
-    "soft caps": {"softcap": True},
+    "windows and chunks": {"has_window_or_offset": True},
+    "padding": {"has_padding": True},
+    "soft caps": {"has_softcap": True},
     "one mask for all heads": {"shared": True},
     "float16": {"dtype": torch.float16},
     "head_dim 192, values 128": {"head_dim": 192},
     "head_dim 256": {"head_dim": 256, "v_head_dim": 256},
     "blocks of 64": {"block_size": 64},
-    "gradients": {"gradients": True},
+    "gradients": {"needs_grad": True},
     "called directly": {"direct": True},
-    "windows, called directly": {"captures": True, "direct": True},
+    "windows, called directly": {"has_window_or_offset": True, "direct": True},
 }
 # releases of transformers that the adapter serves
 OLDEST, NEWEST = (4, 54), (5, 24)

@@ -26,7 +26,7 @@ def keywords_of(saved: Any) -> dict[str, Any]:
         raise TypeError(f"must be a JSON object of options; got {type(saved).__name__}")
     keywords = dict(saved)
     if not isinstance(keywords.get("method", ""), str):
-        raise TypeError(f"method must be a word; got {type(keywords['method']).__name__}")
+        raise TypeError(f"method must be a string; got {type(keywords['method']).__name__}")
     if isinstance(keywords.get("layers"), dict):
         keywords["layers"] = _by_layer(keywords["layers"])
     return keywords
@@ -60,7 +60,7 @@ def _check_data(saved: Any, levels: int = _MAX_LEVELS, left: list[int] | None = 
         raise ValueError(f"must have at most {_MAX_VALUES:,} values, at most {_MAX_LEVELS} levels deep")
     for word in list(saved) if isinstance(saved, dict) else [saved]:
         if isinstance(word, str) and len(word) > _MAX_CHARACTERS:
-            raise ValueError(f"must have words of at most {_MAX_CHARACTERS} characters; got one of {len(word)}")
+            raise ValueError(f"must have strings of at most {_MAX_CHARACTERS} characters; got one of {len(word)}")
     if isinstance(saved, (dict, list, tuple)):
         for value in saved.values() if isinstance(saved, dict) else saved:
             _check_data(value, levels - 1, left)

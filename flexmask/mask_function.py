@@ -113,8 +113,8 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         needed = query.shape[0] * query.shape[1] * chosen.peak_bytes_per_head(inputs)
         if needed > _MAX_MASK_BYTES:
             raise ValueError(
-                f"query and key must need a mask of at most {_MAX_MASK_BYTES / 2**30:.1f} GiB while it is made; got "
-                f"{needed / 2**30:.1f} GiB. Make it for fewer heads at a time, or call sparse_attention, which does"
+                f"building this mask takes {needed / 2**30:.1f} GiB, more than the limit of {_MAX_MASK_BYTES / 2**30:.0f} GiB: "
+                "pass fewer heads at a time, or call sparse_attention, which groups heads itself"
             )
         prepared = prepare_selection(chosen, inputs)
         selection = select_blocks(prepared, inputs, with_map=True, statistics=STATISTICS if return_stats else ())

@@ -90,29 +90,29 @@ def run_on_problem(problem: BlockProblem, method: Method, statistics: tuple[str,
     """Run a method, and compute the wanted statistics."""
     choice = method.select(problem)
     if not isinstance(choice, Choice):
-        _check_map(choice, f"method {method.name} must give", problem)
+        _check_map(choice, f"method {method.name} must return", problem)
         choice = from_map(problem, choice)
     return Selection(
         choice.lists, choice.keep, compute_statistics(choice, statistics, problem), problem.block_size, None, choice.mask_mod
     )
 
 
-def _check_map(kept: Any, must_give: str, problem: BlockProblem) -> None:
+def _check_map(kept: Any, message_start: str, problem: BlockProblem) -> None:
     """Refuse what is no map of kept blocks of this problem."""
     if kept is None:
         return
     if not isinstance(kept, Tensor):
-        raise TypeError(f"{must_give} a bool tensor of kept blocks, or None; got {type(kept).__name__}")
+        raise TypeError(f"{message_start} a bool tensor of kept blocks, or None; got {type(kept).__name__}")
     if kept.dtype != torch.bool:
-        raise TypeError(f"{must_give} kept blocks as bool; got {kept.dtype}")
+        raise TypeError(f"{message_start} kept blocks as bool; got {kept.dtype}")
     (batch, num_heads), visible = problem.inputs.query.shape[:2], problem.visible
     fits = kept.dim() == 4 and kept.shape[2:] == visible.shape[2:]
     if not fits or kept.shape[0] not in (1, batch) or kept.shape[1] not in (1, num_heads):
         expected = f"({batch} or 1, {num_heads} or 1, {visible.shape[2]}, {visible.shape[3]})"
         layout = "(batch, num_heads, num_q_blocks, num_kv_blocks)"
-        raise ValueError(f"{must_give} kept blocks of {layout} = {expected}; got {tuple(kept.shape)}")
+        raise ValueError(f"{message_start} kept blocks of {layout} = {expected}; got {tuple(kept.shape)}")
     if kept.device != visible.device:
-        raise ValueError(f"{must_give} kept blocks on query's device {visible.device}; got {kept.device}")
+        raise ValueError(f"{message_start} kept blocks on query's device {visible.device}; got {kept.device}")
 
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:

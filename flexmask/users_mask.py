@@ -35,7 +35,7 @@ def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str,
     scores = {word: value for word, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if word in parameters}
     where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
     mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
-    _check(mask, f"method {name} must give", inputs, block_size)
+    _check(mask, f"method {name} must return", inputs, block_size)
     kept, full = kept_and_full(mask, visible.shape[-1])
     kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
     full = full & problem.visibility.full[:, None]
@@ -58,41 +58,41 @@ def check_takes_keywords(function: Callable[..., Any], name: str, options: Mappi
         ) from None
 
 
-def _check(mask: Any, must_give: str, inputs: AttentionInputs, block_size: int) -> None:
+def _check(mask: Any, message_start: str, inputs: AttentionInputs, block_size: int) -> None:
     if not isinstance(mask, BlockMask):
-        raise TypeError(f"{must_give} a BlockMask; got {type(mask).__name__}")
+        raise TypeError(f"{message_start} a BlockMask; got {type(mask).__name__}")
     if mask.BLOCK_SIZE != (block_size, block_size):
-        raise ValueError(f"{must_give} a mask in blocks of {block_size} tokens, as it is told to; got {mask.BLOCK_SIZE}")
+        raise ValueError(f"{message_start} a mask in blocks of {block_size} tokens, as it is told to; got {mask.BLOCK_SIZE}")
     if SLICED_MASK_MOD is not None and mask.mask_mod is SLICED_MASK_MOD:
         raise ValueError(
-            f"{must_give} a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod"
+            f"{message_start} a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod"
         )
     if not callable(mask.mask_mod):
-        raise TypeError(f"{must_give} a mask with a mask_mod that can be called; got {type(mask.mask_mod).__name__}")
+        raise TypeError(f"{message_start} a mask with a mask_mod that can be called; got {type(mask.mask_mod).__name__}")
     batch, num_heads, q_len, _ = inputs.query.shape
     lengths = (q_len, inputs.key.shape[2])
     if KNOWS_LENGTHS and tuple(mask.seq_lengths) != lengths:
-        raise ValueError(f"{must_give} a mask of (q_len, kv_len) = {lengths}; got {tuple(mask.seq_lengths)}")
+        raise ValueError(f"{message_start} a mask of (q_len, kv_len) = {lengths}; got {tuple(mask.seq_lengths)}")
     for name in BlockLists._fields:
         tensor = getattr(mask, name)
         if tensor is None:
             continue
         if tensor.device != inputs.query.device:
-            raise ValueError(f"{must_give} {name} on query's device {inputs.query.device}; got {tensor.device}")
+            raise ValueError(f"{message_start} {name} on query's device {inputs.query.device}; got {tensor.device}")
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-            raise TypeError(f"{must_give} {name} of integers; got {tensor.dtype}")
+            raise TypeError(f"{message_start} {name} of integers; got {tensor.dtype}")
     counts, q_blocks = mask.kv_num_blocks, num_blocks(q_len, block_size)
     shape = tuple(counts.shape)
     if len(shape) != 3 or shape[0] not in (1, batch) or shape[1] not in (1, num_heads) or shape[2] != q_blocks:
         expected = f"({batch} or 1, {num_heads} or 1, {q_blocks})"
-        raise ValueError(f"{must_give} kv_num_blocks of {expected}, a count for each query block; got {shape}")
+        raise ValueError(f"{message_start} kv_num_blocks of {expected}, a count for each query block; got {shape}")
     if mask.full_kv_num_blocks is not None and tuple(mask.full_kv_num_blocks.shape) != shape:
         full_shape = tuple(mask.full_kv_num_blocks.shape)
-        raise ValueError(f"{must_give} full_kv_num_blocks of kv_num_blocks' shape {shape}; got {full_shape}")
+        raise ValueError(f"{message_start} full_kv_num_blocks of kv_num_blocks' shape {shape}; got {full_shape}")
     for name, indices in (("kv_indices", mask.kv_indices), ("full_kv_indices", mask.full_kv_indices)):
         if indices is not None and tuple(indices.shape[:-1]) != shape:
             of_rows = ", ".join(map(str, shape))
-            raise ValueError(f"{must_give} {name} of ({of_rows}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
+            raise ValueError(f"{message_start} {name} of ({of_rows}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
 
 
 def with_constant_numbers(selection: Selection, backend: str) -> tuple[Selection, contextlib.AbstractContextManager[Any]]:

@@ -106,7 +106,7 @@ def warmup(
             of_chunk = {"prompt_len": length + 1} if chunked else {}
             sparse_attention(query, key, value, attention_mask=mask, **{**of_chunk, **options})
     if options.get("backend") != "triton":
-        check_for_compiled_callers(dtype, head_dim, v_head_dim, captures=chunked)
+        check_for_compiled_callers(dtype, head_dim, v_head_dim, has_window_or_offset=chunked)
     if query.is_cuda:
         torch.cuda.synchronize(query.device)
     return time.perf_counter() - start

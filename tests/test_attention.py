@@ -25,7 +25,7 @@ def test_is_dense_attention_under_the_mask(name):
 
 
 def test_log_sum_exp_is_refused_on_cpus():
-    with pytest.raises(NotImplementedError, match="return_lse is not there on CPUs"):
+    with pytest.raises(NotImplementedError, match="return_lse is not supported on CPUs"):
         call().attend(return_lse=True)
 
 

@@ -78,7 +78,7 @@ def test_what_is_no_map_of_this_calls_blocks_is_refused_by_the_methods_name(made
         mask_function(QUERY, KEY, block_size=BLOCK)
     given[:] = [kept]
     for call in (lambda: mask_function(QUERY, KEY, block_size=BLOCK), lambda: attend(None, mask_function)):
-        with pytest.raises(error, match=f"^method given must give .*{re.escape(message)}$"):
+        with pytest.raises(error, match=f"^method given must return .*{re.escape(message)}$"):
             call()
 
 
@@ -118,7 +118,7 @@ if KNOWS_LENGTHS:
 @pytest.mark.attention
 @pytest.mark.parametrize(("make", "error", "message"), REFUSED)
 def test_mask_that_is_not_this_calls_is_refused_by_the_methods_name(make, error, message):
-    with pytest.raises(error, match=rf"^method my_method must give .*{re.escape(message)}$"):
+    with pytest.raises(error, match=rf"^method my_method must return .*{re.escape(message)}$"):
         attend(make())
 
 
@@ -132,7 +132,7 @@ def test_any_callable_has_a_name_in_the_message():
         return None
 
     for method, name in ((functools.partial(gives_nothing, number=2), "gives_nothing"), (Generator(), "Generator")):
-        with pytest.raises(TypeError, match=f"^method {name} must give a BlockMask; got NoneType$"):
+        with pytest.raises(TypeError, match=f"^method {name} must return a BlockMask; got NoneType$"):
             attend(None, method)
 
 

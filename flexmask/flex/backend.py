@@ -36,15 +36,15 @@ _DENSE = "make the call dense by dense_below"
 
 
 class Backend(NamedTuple):
-    """``"cpu"``, ``"triton"`` or ``"flash"``, the factor of its log-sum-exp (`Verdict`), and whether it is called directly."""
+    """A backend as a call uses it."""
 
-    name: str
-    lse_factor: float = 1.0
-    direct: bool = False  # by `flash_attention`, else through FlexAttention
+    name: str  # "cpu", "triton" or "flash"
+    lse_factor: float = 1.0  # of `Verdict`
+    direct: bool = False  # called by `flash_attention`, else through FlexAttention
 
 
 def has_flash_package() -> bool:
-    """True if flash-attn-4 is installed, whatever torch; flash-attn 2 has a folder ``cute`` too, without block sparsity."""
+    """True if flash-attn-4 is installed, for whatever torch. flash-attn 2 has a folder ``cute`` too, without block sparsity."""
     spec = importlib.util.find_spec("flash_attn")
     folders = () if spec is None else spec.submodule_search_locations or ()
     return any((Path(folder) / "cute" / "block_sparsity.py").is_file() for folder in folders)
@@ -54,12 +54,12 @@ _HAS_FLASH = HAS_FLASH_BACKEND and has_flash_package()
 
 
 def flash_available() -> bool:
-    """True if torch has the FLASH backend and the package is installed, whatever GPU."""
+    """True if torch has the FLASH backend and the package is installed, on whatever GPU."""
     return _HAS_FLASH
 
 
 def has_flash_kernels(device: torch.device) -> bool:
-    """True on GPUs for which flash-attn-4 has block-sparse kernels, whatever is installed."""
+    """True on GPUs for which flash-attn-4 has block-sparse kernels, installed or not."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (_HOPPER, *_BLACKWELL)
 
 
@@ -111,13 +111,13 @@ def chosen_backend(
     if is_dense:
         return Backend("flash")
     raise ValueError(
-        'backend="flash" was not checked for such calls before they were compiled or captured, where no check can run: call '
-        "flexmask.warmup before"
+        'backend="flash" has not been checked for calls of this kind, and no check can run during compilation or CUDA-graph '
+        "capture: call flexmask.warmup first"
     )
 
 
 def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int, needs_lse: bool) -> None:
-    """Refuse what FLASH cannot do here, whatever its check finds."""
+    """Refuse what FLASH cannot do here, whatever its check would find."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"it needs a CUDA device (got {device.type})")
@@ -129,7 +129,7 @@ def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int,
         reasons.append(f"it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 (got {capability})")
     if call.dtype == torch.float32:
         reasons.append("it needs float16 or bfloat16 (got float32)")
-    if needs_lse and call.gradients:
+    if needs_lse and call.needs_grad:
         reasons.append(f"{NO_LSE_GRADIENT}, which return_lse and sinks need")
     if reasons:
         raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
@@ -146,11 +146,11 @@ def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int,
 
 
 def auto_checks(call: FlashCall) -> bool:
-    """True if "auto" takes FLASH for such calls where its check finds them right; others are checked by name only."""
+    """True if "auto" takes FLASH for such calls, where its check finds them right; other calls must name it."""
     dims = call.head_dim, call.v_head_dim
     in_rows_of_16_bytes = dims[0] % 8 == 0 and dims[1] % 8 == 0
     is_fast = (dims[0] <= 192 and dims[1] <= 128) or dims == (256, 256)
-    return call.dtype != torch.float32 and call.block_size == 128 and is_fast and in_rows_of_16_bytes and not call.gradients
+    return call.dtype != torch.float32 and call.block_size == 128 and is_fast and in_rows_of_16_bytes and not call.needs_grad
 
 
 def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
@@ -171,7 +171,7 @@ def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
     if inputs.needs_grad:
         raise ValueError("query, key, value and sinks must not require gradients on a CPU; call under torch.no_grad()")
     if return_lse:
-        raise NotImplementedError("return_lse is not there on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
+        raise NotImplementedError("return_lse is not supported on CPUs: FlexAttention's CPU kernel has no log-sum-exp")
     if not HAS_CPU_KERNEL:
         raise NotImplementedError(
             f"FlexAttention runs on CPUs from torch 2.6 on; got torch {torch.__version__}. "
@@ -180,21 +180,21 @@ def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:
 
 
 def check_compiled_code_takes(inputs: AttentionInputs) -> None:
-    """Refuse tensors and modes of this thread under which the kernel would not run compiled."""
+    """Refuse tensors, and modes of this thread, with which the kernel would not run compiled."""
     if is_traced():
         return
     if in_transform():
         raise TypeError(f"sparse attention must be outside of the transforms of torch.func (grad, jvp, functionalize); {_DENSE}")
     for name in ("query", "key", "value", "attention_mask", "offset", "sinks"):
         tensor = getattr(inputs, name)
-        what = None if tensor is None else unsupported_tensor_kind(tensor)
-        if what is not None:
-            raise TypeError(f"{name} must be a plain tensor for sparse attention; got {what}; {_DENSE}")
+        kind = None if tensor is None else unsupported_tensor_kind(tensor)
+        if kind is not None:
+            raise TypeError(f"{name} must be a plain tensor for sparse attention; got {kind}; {_DENSE}")
     if is_fake(inputs.query):
         modes = [name for name in dispatch_modes() if name != "FakeTensorMode"]
         if modes or records_operators():
             others = " and ".join(modes) or "a graph that is recorded"
-            raise RuntimeError(f"sparse attention gives shapes under FakeTensorMode alone; got {others} too; {_DENSE}")
+            raise RuntimeError(f"sparse attention supports FakeTensorMode only without other modes; got {others}; {_DENSE}")
     modes = modes_that_disable_compile()
     if modes:
         raise RuntimeError(

@@ -36,14 +36,14 @@ Kernel = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | Non
 
 
 class Verdict(NamedTuple):
-    """Reasons why FLASH cannot serve such calls, and why not their log-sum-exp; empty where it can."""
+    """Whether FLASH serves calls of one kind, and with a log-sum-exp."""
 
-    reason: str = ""
-    lse_reason: str = ""
-    lse_factor: float = 1.0  # the true log-sum-exp over the one that comes back
-    seconds: float = 0.0
-    error: float | None = None  # the largest of the output, and of the corrected log-sum-exp, where they are right
-    lse_error: float | None = None
+    reason: str = ""  # why FLASH cannot serve them; empty where it can
+    lse_reason: str = ""  # why it cannot return their log-sum-exp; empty where it can
+    lse_factor: float = 1.0  # the true log-sum-exp over the one that the kernel returns
+    seconds: float = 0.0  # that the check took
+    error: float | None = None  # the largest error of a right output
+    lse_error: float | None = None  # the largest error of a right log-sum-exp, times `lse_factor`
 
 
 def _through_flex_attention(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
@@ -57,11 +57,14 @@ def _directly(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tup
 
 
 def check_flash(call: FlashCall, device: torch.device, kernel: Kernel | None = None) -> Verdict:
-    """Compare the kernel, or what stands for it, with float64 attention to the mask's pairs; an error is a reason, too."""
+    """Compare the kernel's output with float64 attention over the pairs of the mask.
+
+    `kernel` replaces it in tests. An exception counts as a failed check.
+    """
     kernel = kernel or (_directly if call.direct else _through_flex_attention)
     start = time.perf_counter()
     try:
-        with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.gradients):
+        with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.needs_grad):
             verdict = _compared(call, device, kernel)
     except torch.OutOfMemoryError:
         raise
@@ -71,7 +74,7 @@ def check_flash(call: FlashCall, device: torch.device, kernel: Kernel | None = N
 
 
 def _in_words(error: BaseException) -> str:
-    """The first line of the innermost cause: torch wraps what a kernel raises."""
+    """The first line of the innermost cause; torch wraps what a kernel raises."""
     while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = inner
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -81,7 +84,7 @@ def _in_words(error: BaseException) -> str:
 def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
     inputs, mask, visible, pairs = flash_problem(call, device)
     assert inputs.value is not None
-    out, lse = kernel(inputs, mask, not call.gradients)
+    out, lse = kernel(inputs, mask, not call.needs_grad)
     expected, expected_lse = exact_attention(inputs, pairs)
     # called directly, it is another kernel without a log-sum-exp, while FlexAttention always asks for one
     for each in (kernel(inputs, mask, False)[0], out) if call.direct else (out,):
@@ -91,7 +94,7 @@ def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
         without_lists = exact_attention(inputs, visible)[0]
         what = "block lists ignored: outputs" if _agree(each, without_lists) else "outputs"
         return Verdict(reason=f"its check here found {what} off by {off:.2g} ({_TOLERANCE} is allowed)")
-    if call.gradients:
+    if call.needs_grad:
         leaves = (inputs.query, inputs.key, inputs.value)
         weights = normal_numbers(out.shape, 3, out.dtype, device)
         got = torch.autograd.grad((out * weights).sum(), leaves)
@@ -102,7 +105,7 @@ def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
                 return Verdict(reason=f"its check here found {name}'s gradient off by {share:.1%} ({_TOLERANCE:.0%} is allowed)")
         return Verdict(lse_reason=NO_LSE_GRADIENT, error=off)
     assert lse is not None
-    verdict = _lse_verdict(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.softcap else _LSE_TOLERANCE)
+    verdict = _lse_verdict(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.has_softcap else _LSE_TOLERANCE)
     return verdict._replace(error=off)
 
 
@@ -118,7 +121,7 @@ def _lse_verdict(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:
 
 
 def _agree(out: Tensor, expected: Tensor) -> bool:
-    """False with NaN, and with anything but 0 in rows that see nothing."""
+    """True if the outputs agree within the tolerance. False with NaN, and with anything but 0 in rows that see nothing."""
     close = (out.double() - expected).abs() <= _TOLERANCE * (1 + expected.abs())
     return bool((close & ((expected != 0) | (out == 0))).all())
 
@@ -131,12 +134,12 @@ _lock = threading.Lock()
 def flash_verdict(
     call: FlashCall, device: torch.device, check: Callable[[FlashCall, torch.device], Verdict] = check_flash
 ) -> Verdict | None:
-    """The verdict on calls of this kind, which the first one checks; None where none is known and no check can run."""
+    """The verdict on calls of this kind, which the first call checks; None if there is none and no check can run."""
     if is_traced():
         assert not call.direct
         # numbers, where a compilation has symbols
         sizes = (len(range(call.head_dim)), len(range(call.v_head_dim)), call.block_size)
-        flags = (call.softcap, call.captures, call.padded, call.shared, call.gradients)
+        flags = (call.has_softcap, call.has_window_or_offset, call.has_padding, call.shared, call.needs_grad)
         written = _recall(device.type, device.index, call.dtype, *sizes, *flags, len(range(call.per_key)))
         if not written:
             return None
@@ -161,16 +164,17 @@ def flash_verdict(
         return _found[key]
 
 
-def check_for_compiled_callers(dtype: torch.dtype, head_dim: int, v_head_dim: int, captures: bool) -> None:
-    """Check through FlexAttention, as compiled code calls it, the kinds of these heads that were checked for direct calls."""
+def check_for_compiled_callers(dtype: torch.dtype, head_dim: int, v_head_dim: int, has_window_or_offset: bool) -> None:
+    """Check calls with these heads through FlexAttention, as compiled code makes them, if their direct kind was checked."""
     for device_type, index, call in list(_found):
         of_these_heads = (call.dtype, call.head_dim, call.v_head_dim) == (dtype, head_dim, v_head_dim)
         if call.direct and index is not None and of_these_heads:
-            flash_verdict(call._replace(direct=False, captures=call.captures or captures), torch.device(device_type, index))
+            kind = call._replace(direct=False, has_window_or_offset=call.has_window_or_offset or has_window_or_offset)
+            flash_verdict(kind, torch.device(device_type, index))
 
 
 def _outcome(device_type: str, index: int | None, *call: object) -> str:
-    """A verdict as text, which is a constant to torch.compile; empty if there is none."""
+    """A verdict as text, which torch.compile takes as a constant; empty if there is none."""
     key = (device_type, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
     verdict = _found.get(key)
     if verdict is None:
@@ -183,7 +187,7 @@ _recall = torch.compiler.assume_constant_result(_outcome)
 
 
 def _log_unchecked(key: _Key) -> None:
-    """Log, once, that nothing was checked; `backend` then takes Triton or raises."""
+    """Log once that calls of a kind could not be checked; "auto" then takes Triton, and backend="flash" raises."""
     if first_time("not checked", key):
         _log.warning(
             "flexmask: FLASH was not checked before such calls (%s) were compiled or captured, where no check can run, and does "

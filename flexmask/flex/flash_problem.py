@@ -1,4 +1,4 @@
-"""Kinds of FLASH calls, and of each a problem whose dropped blocks hold large scores, solved in float64."""
+"""Kinds of FLASH calls, and for each a problem whose dropped blocks hold large scores, solved in float64."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flexmask.flex.block_mask import block_mask
 
 
 class FlashCall(NamedTuple):
-    """A kind of call, all of which share a verdict."""
+    """A kind of call; calls of one kind share a verdict."""
 
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
     block_size: int = 128
-    softcap: bool = False
-    captures: bool = False  # a window, or an offset of row 0; called directly, a window
-    padded: bool = False
+    has_softcap: bool = False
+    has_window_or_offset: bool = False  # a window, or an offset of row 0; called directly, a window
+    has_padding: bool = False
     shared: bool = False  # one list of blocks for all heads
-    gradients: bool = False
+    needs_grad: bool = False
     per_key: int = 2  # query heads per key head: FLASH packs those that share a list into a tile
     direct: bool = False  # by `flash_attention`, else through FlexAttention
 
@@ -35,24 +35,25 @@ class FlashCall(NamedTuple):
     def of(inputs: AttentionInputs, block_size: int, shared: bool, direct: bool = False) -> FlashCall:
         query, value = inputs.query, inputs.value
         assert value is not None
-        captures = inputs.window is not None or (inputs.offset is not None and not direct)
+        has_window_or_offset = inputs.window is not None or (inputs.offset is not None and not direct)
         # not an expression: torch.compile would keep it symbolic
         if not direct and query.shape[2] != inputs.key.shape[2]:
-            captures = True
-        has_softcap, is_padded = inputs.softcap is not None, inputs.attention_mask is not None
+            has_window_or_offset = True
+        has_softcap, has_padding = inputs.softcap is not None, inputs.attention_mask is not None
         sizes = (query.shape[3], value.shape[3], block_size)
         per_key = query.shape[1] // inputs.key.shape[1]
-        return FlashCall(query.dtype, *sizes, has_softcap, captures, is_padded, shared, inputs.needs_grad, per_key, direct)
+        features = (has_softcap, has_window_or_offset, has_padding, shared, inputs.needs_grad)
+        return FlashCall(query.dtype, *sizes, *features, per_key, direct)
 
     def __str__(self) -> str:
         sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
         named = {
-            "soft cap": self.softcap,
-            "window": self.captures and self.direct,
-            "window and offset": self.captures and not self.direct,
-            "padding": self.padded,
+            "soft cap": self.has_softcap,
+            "window": self.has_window_or_offset and self.direct,
+            "window and offset": self.has_window_or_offset and not self.direct,
+            "padding": self.has_padding,
             "one list for all heads": self.shared,
-            "gradients": self.gradients,
+            "gradients": self.needs_grad,
             "called directly": self.direct,
         }
         heads = f"{self.per_key} query head{'s' if self.per_key > 1 else ''} per key head"
@@ -64,18 +65,18 @@ _SOFTCAP = 5.0
 
 
 def flash_problem(call: FlashCall, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
-    """Inputs of a kind of call, of eight blocks of keys and a part of one, and their mask.
+    """Inputs of a kind of call with eight blocks of keys and a part of one, and their mask.
 
-    Also its pairs without and with the lists, (batch, 1, q_len, kv_len) and (batch, num_heads or 1, q_len, kv_len) bool.
+    Also the visible pairs, (batch, 1, q_len, kv_len) bool, and those in listed blocks, (batch, num_heads or 1, q_len, kv_len).
     """
-    size, with_gradients = call.block_size, call.gradients
+    size, with_gradients = call.block_size, call.needs_grad
     kv_len = 8 * size + 44
-    window = 4 * size + 30 if call.captures else None
+    window = 4 * size + 30 if call.has_window_or_offset else None
     # one kernel of direct calls serves every offset
-    offset = 3 * size + 20 if call.captures or call.direct else 0
-    batch, q_len = 2 if call.padded else 1, kv_len - offset
+    offset = 3 * size + 20 if call.has_window_or_offset or call.direct else 0
+    batch, q_len = 2 if call.has_padding else 1, kv_len - offset
     token = None
-    if call.padded:
+    if call.has_padding:
         token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
         # no token of the first query block, and a part of the last block's
         token[0, : offset + size + 9] = False
@@ -87,7 +88,7 @@ def flash_problem(call: FlashCall, device: torch.device) -> tuple[PositionedInpu
     value = normal_numbers((batch, kv_heads, kv_len, call.v_head_dim), 2, dtype, device)
     for tensor in (query, key, value):
         tensor.requires_grad_(with_gradients)
-    scale, softcap = call.head_dim**-0.5, _SOFTCAP if call.softcap else None
+    scale, softcap = call.head_dim**-0.5, _SOFTCAP if call.has_softcap else None
     inputs = AttentionInputs(query, key, value, scale, softcap, window, token, needs_grad=with_gradients).with_offset()
 
     tokens = inputs.tokens()
@@ -117,9 +118,9 @@ def normal_numbers(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device
 
 
 def _kept(shape: torch.Size, heads: int, first: int, device: torch.device) -> Tensor:
-    """Half of the blocks, the one before each row's own, and every other diagonal one; `first` is the first row's key block."""
+    """Half of the blocks, each block before the diagonal, every other one on it; `first` is the first row's key block."""
     batch, rows, columns = shape
     sizes = (torch.arange(n, device=device) for n in (batch, heads, rows, columns))
     b, h, i, j = torch.meshgrid(*sizes, indexing="ij")
-    own = i + first
-    return ((3 * i + 5 * j + h + b) % 4 < 2) & (j != own) | (j == own - 1) | ((j == own) & (i % 2 == 0))
+    diagonal = i + first
+    return ((3 * i + 5 * j + h + b) % 4 < 2) & (j != diagonal) | (j == diagonal - 1) | ((j == diagonal) & (i % 2 == 0))

@@ -130,7 +130,7 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(f"flexmask.{name}", fake)
     found = environment.flash_features("cpu")
-    assert kinds[:2] == [PLAIN := FlashCall(torch.bfloat16, 128, 128), PLAIN._replace(captures=True)]
+    assert kinds[:2] == [PLAIN := FlashCall(torch.bfloat16, 128, 128), PLAIN._replace(has_window_or_offset=True)]
     assert [each.feature for each in found] == list(environment.FLASH_FEATURES)
     assert len(set(kinds)) == len(kinds)
     assert found[0] == ("plain calls", "auto", 1 / math.log(2), "", 12.4)

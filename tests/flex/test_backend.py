@@ -59,9 +59,10 @@ CHECKED = {
     "latent attention": ({"head_dim": 192, "v_head_dim": 128}, PLAIN._replace(head_dim=192)),
     "wide": ({"head_dim": 256, "v_head_dim": 256}, PLAIN._replace(head_dim=256, v_head_dim=256)),
     "narrow": ({"head_dim": 64, "v_head_dim": 72}, PLAIN._replace(head_dim=64, v_head_dim=72)),
-    "soft cap": ({"softcap": 30.0}, PLAIN._replace(softcap=True)), "log-sum-exp": ({"return_lse": True}, PLAIN),
-    "sinks": ({"has_sinks": True}, PLAIN), "window": ({"window": 100}, PLAIN._replace(captures=True)),
-    "chunk": ({"kv_len": 300}, PLAIN._replace(captures=True)), "padding": ({"padded": True}, PLAIN._replace(padded=True)),
+    "soft cap": ({"softcap": 30.0}, PLAIN._replace(has_softcap=True)), "log-sum-exp": ({"return_lse": True}, PLAIN),
+    "sinks": ({"has_sinks": True}, PLAIN), "window": ({"window": 100}, PLAIN._replace(has_window_or_offset=True)),
+    "chunk": ({"kv_len": 300}, PLAIN._replace(has_window_or_offset=True)),
+    "padding": ({"padded": True}, PLAIN._replace(has_padding=True)),
     "one list": ({"shared": True}, PLAIN._replace(shared=True)),
 }  # fmt: skip
 
@@ -79,7 +80,10 @@ DIRECT = {"plain": {}, "window": {"window": 100}, "chunk": {"kv_len": 300}, "bot
 
 @pytest.mark.parametrize("given", DIRECT.values(), ids=DIRECT)
 def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
-    directly, through = PLAIN._replace(captures="window" in given, direct=True), PLAIN._replace(captures=bool(given))
+    directly, through = (
+        PLAIN._replace(has_window_or_offset="window" in given, direct=True),
+        PLAIN._replace(has_window_or_offset=bool(given)),
+    )
     right = Backend("flash", RIGHT.lse_factor)
     for name in ("auto", "flash"):
         assert chosen(name, **given, direct=True) == right._replace(direct=True)
@@ -146,7 +150,7 @@ def test_auto_checks_nothing_that_flash_is_known_to_refuse(chosen, given):
 
 def test_where_nothing_is_known_auto_takes_triton_and_flash_raises(chosen):
     assert chosen("auto", verdict=None) == Backend("triton")
-    with pytest.raises(ValueError, match='backend="flash" was not checked for such calls before they were compiled or captured'):
+    with pytest.raises(ValueError, match='backend="flash" has not been checked for calls of this kind'):
         chosen("flash", verdict=None)
 
 

@@ -75,7 +75,8 @@ def package(monkeypatch):
 # blocks of 16, so that attention in float64 is fast
 PLAIN = FlashCall(torch.bfloat16, 32, 32, block_size=16, direct=True)
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"captures": True}, "one list": {"shared": True, "per_key": 7}, "unequal": {"head_dim": 48},
+    "plain": {}, "window": {"has_window_or_offset": True}, "one list": {"shared": True, "per_key": 7},
+    "unequal": {"head_dim": 48},
 }  # fmt: skip
 
 
@@ -84,14 +85,14 @@ def test_the_check_finds_a_direct_call_right_or_wrong(package, changes):
     kind = PLAIN._replace(**changes)
     found = check_flash(kind, CPU)
     assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", 1.0)
-    assert package.call_args.kwargs["window_size_left"] == (93 if "captures" in changes else None)
+    assert package.call_args.kwargs["window_size_left"] == (93 if "has_window_or_offset" in changes else None)
     for fault in (
         "offset",
         "lists",
         "mask_block_cnt",
         "full_block_cnt",
         "no log-sum-exp",
-        *(["window"] if "captures" in changes else []),
+        *(["window"] if "has_window_or_offset" in changes else []),
     ):
         package.side_effect = partial(forward, fault=fault)
         assert "outputs off by" in check_flash(kind, CPU).reason, fault
@@ -264,12 +265,12 @@ def test_a_warm_up_checks_for_compiled_callers_too(monkeypatch, chunked):
     found, asked = {}, []
     monkeypatch.setattr(flash_check, "_found", found)
     others = (PLAIN._replace(dtype=torch.float16), PLAIN._replace(head_dim=64), PLAIN._replace(v_head_dim=64))
-    for kind in (PLAIN, PLAIN._replace(captures=True), *others, PLAIN._replace(direct=False)):
+    for kind in (PLAIN, PLAIN._replace(has_window_or_offset=True), *others, PLAIN._replace(direct=False)):
         found["cpu", 0, kind] = Verdict()
     monkeypatch.setattr(flash_check, "flash_verdict", lambda kind, device: asked.append((kind, device)))
     given = {"dtype": torch.bfloat16, "device": "cpu", "block_size": 64, "chunked": chunked}
     warmup(4, 2, 32, **given)
-    through = [PLAIN._replace(direct=False, captures=captures) for captures in (chunked, True)]
+    through = [PLAIN._replace(direct=False, has_window_or_offset=captures) for captures in (chunked, True)]
     assert asked == [(kind, torch.device("cpu", 0)) for kind in through]
     asked.clear()
     with pytest.raises(ValueError, match="triton"):

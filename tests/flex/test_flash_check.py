@@ -25,11 +25,11 @@ CPU = torch.device("cpu")
 # blocks of 16, so that attention in float64 is fast
 PLAIN = FlashCall(torch.bfloat16, 32, 32, block_size=16)
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "float16": {"dtype": torch.float16}, "unequal head dims": {"head_dim": 48}, "soft cap": {"softcap": True},
-    "window and offset": {"captures": True}, "padding": {"padded": True},
-    "padding, window and offset": {"captures": True, "padded": True}, "one list for all heads": {"shared": True},
-    "gradients": {"gradients": True},
-    "gradients and everything": {"gradients": True, "captures": True, "padded": True, "softcap": True},
+    "plain": {}, "float16": {"dtype": torch.float16}, "unequal head dims": {"head_dim": 48}, "soft cap": {"has_softcap": True},
+    "window and offset": {"has_window_or_offset": True}, "padding": {"has_padding": True},
+    "padding, window and offset": {"has_window_or_offset": True, "has_padding": True}, "one list for all heads": {"shared": True},
+    "gradients": {"needs_grad": True},
+    "gradients and everything": {"needs_grad": True, "has_window_or_offset": True, "has_padding": True, "has_softcap": True},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
 
@@ -60,14 +60,14 @@ def test_finds_a_right_kernel_right_and_the_factor_of_its_log_sum_exp(changes):
     call = PLAIN._replace(**changes)
     for factor in (1.0, 1 / math.log(2)):
         found = check_flash(call, CPU, partial(kernel, lse_factor=1 / factor))
-        assert (found.reason, found.lse_factor) == ("", 1.0 if call.gradients else factor) and found.seconds > 0
+        assert (found.reason, found.lse_factor) == ("", 1.0 if call.needs_grad else factor) and found.seconds > 0
         assert found.error is not None and found.error < 0.02
-        assert found.lse_error is None if call.gradients else found.lse_error < 1e-5
-        assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.gradients else "")
+        assert found.lse_error is None if call.needs_grad else found.lse_error < 1e-5
+        assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.needs_grad else "")
 
 
 LSE_FAULTS: Any = [({"lse_factor": factor}, {}, "found the log-sum-exp off by") for factor in (0.99, 0.7, 1.4427, math.nan)]
-LSE_FAULTS += [({"empty_lse": 0.0}, {"padded": True}, "other than -inf in rows that see nothing")]
+LSE_FAULTS += [({"empty_lse": 0.0}, {"has_padding": True}, "other than -inf in rows that see nothing")]
 
 
 @pytest.mark.parametrize(("faults", "changes", "said"), LSE_FAULTS)
@@ -78,12 +78,12 @@ def test_finds_a_wrong_log_sum_exp(faults, changes, said):
 
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mask_mod ignored": ({"mask_mod": False}, {}),
-    "mask_mod ignored, padded": ({"mask_mod": False}, {"padded": True}),
-    "no soft cap": ({"softcap": False}, {"softcap": True}),
+    "mask_mod ignored, padded": ({"mask_mod": False}, {"has_padding": True}),
+    "no soft cap": ({"softcap": False}, {"has_softcap": True}),
     "another scale": ({"scale": 1.1}, {}),
     "NaN": ({"scale": math.nan}, {}),
-    "NaN in empty rows": ({"empty": math.nan}, {"padded": True}),
-    "something in empty rows": ({"empty": 1e-3}, {"padded": True}),
+    "NaN in empty rows": ({"empty": math.nan}, {"has_padding": True}),
+    "something in empty rows": ({"empty": 1e-3}, {"has_padding": True}),
     "last rows missing": ({"last_rows": False}, {}),
 }
 
@@ -102,7 +102,7 @@ def test_finds_wrong_gradients(name):
         halved = tensor.detach() + (tensor - tensor.detach()) / 2
         return kernel(inputs.with_fields(**{name: halved}), mask, return_lse)
 
-    found = check_flash(PLAIN._replace(gradients=True), CPU, attend)
+    found = check_flash(PLAIN._replace(needs_grad=True), CPU, attend)
     assert found.reason == f"its check here found {name}'s gradient off by 50.0% (2% is allowed)"
 
 
@@ -203,7 +203,7 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
 )
 def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     if known is not None:
-        flash_verdict(call._replace(captures=True, per_key=1), CPU, Mock(return_value=known))
+        flash_verdict(call._replace(has_window_or_offset=True, per_key=1), CPU, Mock(return_value=known))
     expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
     x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
     # an offset if there are more keys than rows

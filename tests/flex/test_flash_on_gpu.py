@@ -34,9 +34,10 @@ def device():
 
 
 SERVED = {
-    "plain": {}, "windows and chunks": {"captures": True}, "padding": {"padded": True}, "soft caps": {"softcap": True},
+    "plain": {}, "windows and chunks": {"has_window_or_offset": True}, "padding": {"has_padding": True},
+    "soft caps": {"has_softcap": True},
     "one mask for all heads": {"shared": True}, "float16": {"dtype": torch.float16}, "latent attention": {"head_dim": 192},
-    "direct": {"direct": True}, "direct, window": {"direct": True, "captures": True},
+    "direct": {"direct": True}, "direct, window": {"direct": True, "has_window_or_offset": True},
     "direct, latent attention": {"direct": True, "head_dim": 192, "per_key": 1},
     "direct, one mask of seven heads, float16": {"direct": True, "shared": True, "per_key": 7, "dtype": torch.float16},
 }  # fmt: skip
@@ -119,7 +120,7 @@ def test_eager_calls_are_direct_and_others_go_through_flex_attention(cuda, monke
 # The last block of keys of the first call has one tile
 SOMETIMES = {
     "wide heads": (
-        {"head_dim": 256, "v_head_dim": 256, "captures": True}, "80",
+        {"head_dim": 256, "v_head_dim": 256, "has_window_or_offset": True}, "80",
         {"q_len": 900, "kv_len": 2340, "head_dims": (256, 256), "block_size": 128, "scores": {"window": 800}},
     ),
     "blocks of 256": ({"block_size": 256}, "cannot run here", {"q_len": 1500, "head_dims": (128, 128), "block_size": 256}),

@@ -72,7 +72,7 @@ def test_wrong_options_change_nothing(model, function, options, error, message):
         ({"method": None}, "method must be a string; got NoneType"),
         ({"gamma": [[[[[[[[0.5]]]]]]]]}, "at most 8 levels deep"),
         ({"gamma": [0.5] * 2**18}, "must have at most 262,144 values"),
-        ({"method": "x" * 300}, "words of at most 256 characters; got one of 300"),
+        ({"method": "x" * 300}, "strings of at most 256 characters; got one of 300"),
         ({"gamma": {0.5}}, "must be plain data, as JSON has it; got set"),
     ],
 )
