@@ -39,12 +39,12 @@ SLICED_MASK_MOD = getattr(sys.modules[BlockMask.__module__], "_sliced_mask_mod_e
 
 
 def is_traced() -> bool:
-    """True where torch.compile or torch.export traces this thread. Their own flags are true in every thread meanwhile."""
+    """True where torch.compile or torch.export traces this thread. torch's own flags are true in every thread meanwhile."""
     return torch.compiler.is_dynamo_compiling() or (in_dispatch_mode() and _has_tracing_context())
 
 
 def _has_tracing_context() -> bool:
-    """For a thread in a dispatch mode, as the export without dynamo is; 2.5.1 has no context there, 2.8.0 has."""
+    """True if a thread in a dispatch mode is traced, as by an export without dynamo; torch 2.5.1 has no context there."""
     if RELEASE < (2, 8):
         return torch.compiler.is_compiling()  # noqa: TID251  # true only while a thread exports, in these releases
     return TracingContext.try_get() is not None
@@ -63,12 +63,12 @@ for _asks in (is_traced, _has_tracing_context, is_exporting):
 
 
 def any_thread_exports() -> bool:
-    """True while any thread exports: torch.compile then gives back the bare function."""
+    """True while any thread exports: torch.compile then returns the function uncompiled."""
     return hasattr(torch.compiler, "is_exporting") and torch.compiler.is_exporting()  # noqa: TID251  # any thread's is meant
 
 
 def in_dispatch_mode() -> bool:
-    """True under a mode such as FakeTensorMode, which may make other than plain tensors."""
+    """True under a mode such as FakeTensorMode, which may make tensors that are not plain."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -102,7 +102,7 @@ def has_real_storage(tensor: Tensor) -> bool:
 
 
 def is_fake_outside(tensor: Tensor) -> bool:
-    """True for a fake tensor whose mode is left, so that it cannot be computed with others."""
+    """True for a fake tensor outside of its mode, where no operator takes it together with other tensors."""
     return isinstance(tensor, FakeTensor) and not in_dispatch_mode()
 
 
@@ -112,7 +112,7 @@ def records_operators() -> bool:
 
 
 def without_function_modes() -> contextlib.AbstractContextManager[None]:
-    """Take this thread's torch function modes off their stack: dynamo would trace them, and may not be able to."""
+    """Take this thread's torch function modes off their stack for a while: dynamo would trace them, and may not be able to."""
     return _off_the_stack() if torch._C._len_torch_function_stack() else contextlib.nullcontext()
 
 
@@ -127,7 +127,7 @@ def _off_the_stack() -> Iterator[None]:
 
 
 def unsupported_tensor_kind(tensor: Tensor) -> str | None:
-    """Name the kind of `tensor` if compiled code that reads its memory would miss what it stands for."""
+    """The kind of `tensor` in words, if compiled code that reads its memory would miss what it stands for; else None."""
     cls = type(tensor)
     if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ and cls is not FakeTensor:
         return f"one of type {cls.__name__}"
@@ -168,7 +168,7 @@ def with_dynamic(tensor: Tensor, dim: int) -> Tensor:
 
 
 def keep_static(tensor: Tensor) -> None:
-    """Have torch.compile take the sizes of `tensor` as numbers."""
+    """Have torch.compile take the sizes of `tensor` as constants."""
     torch._dynamo.mark_static(tensor)
 
 
@@ -215,7 +215,7 @@ def ambient_state() -> Hashable:
 
 @functools.lru_cache
 def _compared(written: str) -> str:
-    """The part of a written-out state that guards compare: autocast's dtypes only for devices where it is on."""
+    """The part of a serialized state that guards compare: autocast's dtypes only for devices where it is on."""
     state = json.loads(written)
     autocast = state.get("autocast_state", {})
     if "dtype" in autocast:
@@ -229,5 +229,5 @@ def recompile_limit() -> str:
 
 
 def ran_out_of_recompilations(error: Exception) -> bool:
-    """For ``torch.compile(fullgraph=True)``: torch 2.8 and 2.13 raise the first error, 2.6 the second, 2.5 the third."""
+    """True for errors of fullgraph compilations: torch 2.8 and 2.13 raise the first, 2.6 the second, 2.5 the third."""
     return type(error).__name__ in ("FailOnRecompileLimitHit", "FailOnCacheLimitHit", "CacheLimitExceeded")

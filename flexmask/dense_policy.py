@@ -1,4 +1,4 @@
-"""Dense or sparse, and why, for calls, layers and single heads; and the log line that says so."""
+"""Decides what runs dense, and why: calls, layers and single heads; and logs it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CPU_BREAK_EVEN = {torch.float32: 0.66, torch.float16: 0.51, torch.bfloat16: 0.43
 class DensePolicy(NamedTuple):
     """The conditions under which dense attention runs instead of a selection."""
 
-    dense_below: int = DENSE_BELOW  # tokens; 0 switches the policy off, except for the two below
-    least_rows: int = 2
-    dense_layers: tuple[int, ...] = ()
+    dense_below: int = DENSE_BELOW  # tokens; 0 switches the policy off, except for the two fields below
+    least_rows: int = 2  # calls of fewer rows run dense
+    dense_layers: tuple[int, ...] = ()  # indices of layers that run dense
 
     def size_reason(self, q_len: int, tokens: int) -> str | None:
         """Reason why `q_len` rows at the end of `tokens` run dense, if they do."""
@@ -50,7 +50,7 @@ class DensePolicy(NamedTuple):
 
 
 def head_dim_reason(head_dim: int, v_head_dim: int, needs_grad: bool = False) -> str | None:
-    """Reason why heads of these sizes run dense, if they do: no mask is made for them."""
+    """Reason why heads of these sizes run dense, if they do: flexmask makes no mask for them."""
     for name, size in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
         if needs_grad and size in HEAD_DIMS and size > GRADIENT_DIMS:
             return f"{name} {size} over {GRADIENT_DIMS}, with gradients"

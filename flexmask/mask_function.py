@@ -58,10 +58,10 @@ class MaskFunction(Protocol):
 
 
 def mask_function(name: str, cls: type[Method]) -> MaskFunction:
-    """The mask function of a method, ``<name>_mask``; enters the class, a dataclass, into `METHODS` under this name.
+    """Make the mask function of a method, ``<name>_mask``, and enter the class, a dataclass, into `METHODS` under this name.
 
-    ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` is checked as `flexmask.flexprefill_mask`, has the
-    class's docstring, and the class as its attribute ``method``.
+    ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)`` checks its arguments as `flexmask.flexprefill_mask`
+    does. It has the class's docstring, and the class as its attribute ``method``.
 
     Raises
     ------
@@ -109,27 +109,27 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
             q_offset=q_offset,
             prompt_len=prompt_len,
         ).with_offset()
-        chosen = cls.checked(block_size, options).for_inputs(inputs)
-        needed = query.shape[0] * query.shape[1] * chosen.peak_bytes_per_head(inputs)
+        fitted = cls.checked(block_size, options).for_inputs(inputs)
+        needed = query.shape[0] * query.shape[1] * fitted.peak_bytes_per_head(inputs)
         if needed > _MAX_MASK_BYTES:
             raise ValueError(
                 f"building this mask takes {needed / 2**30:.1f} GiB, more than the limit of {_MAX_MASK_BYTES / 2**30:.0f} GiB: "
                 "pass fewer heads at a time, or call sparse_attention, which groups heads itself"
             )
-        prepared = prepare_selection(chosen, inputs)
+        prepared = prepare_selection(fitted, inputs)
         selection = select_blocks(prepared, inputs, with_map=True, statistics=STATISTICS if return_stats else ())
         mask = block_mask(inputs, selection)
         return (mask, merge_group_stats([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
     query, key, _, *common, _ = inspect.signature(make_mask).parameters.values()
-    own = [
+    option_parameters = [
         inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
         for each in options
     ]
     function = cast(Any, make_mask)
     # inspect and help() read it
     function.__signature__ = inspect.Signature(
-        [query, key, *own, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
+        [query, key, *option_parameters, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
     )
     function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
     function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
@@ -145,16 +145,17 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     choose
         From a `BlockProblem` to the kept blocks, bool, (batch or 1, num_heads or 1, num_q_blocks, num_kv_blocks), or None for
         every visible block; a call raises TypeError or ValueError for anything else.
-        Invisible blocks are dropped and each row's own block is added. Options annotated as float come as 0-d tensors
-        (float64 where the device has it), ByHead as (num_heads,) tensors, PairsByHead as (num_heads or 1, 2)
-        tensors; 0 stays a number. Other options are compile-time constants. Each head must choose for itself, as heads may come
-        in groups; a class sets `Method.heads_decide_together`.
+        Invisible blocks are dropped, and the blocks in which rows stand are added. Options annotated as float come as 0-d
+        tensors (float64 where the device has it; 0 stays a number), ByHead as (num_heads,) tensors, PairsByHead as
+        (num_heads or 1, 2) tensors. Other options are constants of compiled code. Each head must choose for itself, because heads
+        may come in groups; a class may set `Method.heads_decide_together`.
 
     Returns
     -------
     callable
-        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, checked as `flexmask.flexprefill_mask`, with a
-        `Method` as its attribute ``method``. Methods with checks of their own, or kernels, are classes (`mask_function`).
+        ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, which checks its arguments as
+        `flexmask.flexprefill_mask` does, and has a `Method` as its attribute ``method``. Methods with checks of their own, or
+        with kernels, are classes (`mask_function`).
 
     Raises
     ------
@@ -189,15 +190,16 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     return mask_function(name, cls)
 
 
-def _reduced(made: Method, module: str, name: str) -> tuple[Any, ...]:
-    if "__reduce__" in vars(type(made)):
-        return _unpickle_method, (module, name, vars(made))
-    # of a subclass, which its module has
-    return copyreg.__newobj__, (type(made),), vars(made)  # type: ignore[attr-defined]  # typeshed lacks it
+def _reduced(method: Method, module: str, name: str) -> tuple[Any, ...]:
+    """What ``__reduce__`` returns for a method of a function."""
+    if "__reduce__" in vars(type(method)):
+        return _unpickle_method, (module, name, vars(method))
+    # a subclass is in its module
+    return copyreg.__newobj__, (type(method),), vars(method)  # type: ignore[attr-defined]  # typeshed lacks it
 
 
 def _unpickle_method(module: str, name: str, values: dict[str, Any]) -> Method:
-    """A method of a function, unpickled; its module enters it into `METHODS`."""
+    """Unpickle a method of a function; importing its module enters it into `METHODS`."""
     importlib.import_module(module)
     return METHODS[name].unchecked(**values)
 

@@ -1,4 +1,4 @@
-"""A method runs by kernels, which are launched, or in plain steps, which torch compiles on accelerators."""
+"""Run a method: by kernels, which are launched, or in plain steps, which torch compiles on accelerators."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def run_on_problem(problem: BlockProblem, method: Method, statistics: tuple[str,
 
 
 def _check_map(kept: Any, message_start: str, problem: BlockProblem) -> None:
-    """Refuse what is no map of kept blocks of this problem."""
+    """Refuse what is no map of kept blocks of this problem; messages begin with `message_start`."""
     if kept is None:
         return
     if not isinstance(kept, Tensor):
@@ -117,7 +117,7 @@ def _check_map(kept: Any, message_start: str, problem: BlockProblem) -> None:
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
     """The choice of a map of kept blocks; None: every visible block."""
-    # written to memory: both lists must come from the same floats
+    # materialized: both lists must come from the same floats
     limited = problem.visible if kept is None else materialized((kept | problem.diagonal_blocks) & problem.visible)
     limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)
     return Choice(block_lists(limited, problem.visibility.full), None if kept is None else limited)

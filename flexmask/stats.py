@@ -1,4 +1,4 @@
-"""Statistics of one call by head."""
+"""Statistics of one call, by head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexmask.base.selection import BlockLists, Choice
 
 
 def _statistic(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] | None = None) -> dict[str, Any]:
-    """A field's dtype, its value in a dense call, and its function of lists; None: the method's own."""
+    """Metadata of a field: its dtype, its value in a dense call, and the function of lists that computes it, if there is one."""
     return {"dtype": dtype, "dense": dense, "compute": compute}
 
 
@@ -71,21 +71,21 @@ class SelectionStats:
 
 _FIELDS = {statistic.name: dict(statistic.metadata) for statistic in fields(SelectionStats) if statistic.metadata}
 TENSORS = tuple(_FIELDS)  # names of the fields that are tensors
-STATISTICS = tuple(name for name in TENSORS if name != "dense_heads")  # of those that a selection computes
-FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # of those that need no map of blocks
+STATISTICS = tuple(name for name in TENSORS if name != "dense_heads")  # names of those that a selection computes
+FROM_LISTS = tuple(name for name in STATISTICS if _FIELDS[name]["compute"] is not None)  # names of those that need no map
 
 
 def compute_statistics(choice: Choice, names: Iterable[str], problem: BlockProblem) -> dict[str, Tensor]:
     """The statistics of these names, (batch, num_heads) each."""
     heads, values = problem.inputs.query.shape[:2], {}
     for name in names:
-        compute, own = _FIELDS[name]["compute"], choice.statistics.get(name)
-        if own is not None:
+        from_lists, from_map = _FIELDS[name]["compute"], choice.statistics.get(name)
+        if from_map is not None:
             # `select` has the map made wherever it is read
             assert choice.keep is not None
-            value = own(choice.keep)
-        elif compute is not None:
-            value = compute(choice.lists, problem)
+            value = from_map(choice.keep)
+        elif from_lists is not None:
+            value = from_lists(choice.lists, problem)
         else:
             value = _absent(name, choice.lists.kv_num_blocks[:, :, 0])
         # operators' results must not share memory
@@ -99,29 +99,30 @@ def empty_statistics(names: Iterable[str], heads: Tensor) -> list[Tensor]:
 
 
 def merge_group_stats(
-    parts: Sequence[Mapping[str, Tensor]], groups: Sequence[HeadGroup], dense: Sequence[Sequence[bool]] = ()
+    group_stats: Sequence[Mapping[str, Tensor]], groups: Sequence[HeadGroup], dense: Sequence[Sequence[bool]] = ()
 ) -> SelectionStats:
-    """The statistics of all heads, from those of each group; `dense`: by group and key head, served by dense attention."""
-    heads = parts[0]["density"].new_empty((groups[-1].batch.stop, groups[-1].query.stop))
+    """Merge the statistics of groups into those of all heads; `dense`, by group and key head: dense attention served it."""
+    heads = group_stats[0]["density"].new_empty((groups[-1].batch.stop, groups[-1].query.stop))
     whole = {name: _absent(name, heads) for name in TENSORS}
-    for number, (part, group) in enumerate(zip(parts, groups, strict=True)):
-        for name, values in part.items():
+    for index, (statistics, group) in enumerate(zip(group_stats, groups, strict=True)):
+        for name, values in statistics.items():
             whole[name][group.batch, group.query] = values
-        served = dense[number] if dense else []
-        per_key = (group.query.stop - group.query.start) // max(len(served), 1)
-        for key_head, is_dense in enumerate(served):
+        dense_key_heads = dense[index] if dense else []
+        per_key = (group.query.stop - group.query.start) // max(len(dense_key_heads), 1)
+        for key_head, is_dense in enumerate(dense_key_heads):
             first = group.query.start + key_head * per_key
             whole["dense_heads"][group.batch, first : first + per_key] = is_dense
     return SelectionStats(**whole)  # type: ignore[arg-type]  # mypy takes each for `dense`
 
 
 def dense_stats(query: Tensor) -> SelectionStats:
+    """The statistics of a dense call."""
     heads = query.new_empty(query.shape[:2])
     values = {name: torch.full_like(heads, statistic["dense"], dtype=statistic["dtype"]) for name, statistic in _FIELDS.items()}
     return SelectionStats(**values, dense=True)
 
 
 def _absent(name: str, like: Tensor) -> Tensor:
-    """The value of a statistic that a method does not compute."""
+    """A statistic that a method does not compute, shaped like `like`."""
     dtype = _FIELDS[name]["dtype"]
     return torch.full_like(like, math.nan if dtype.is_floating_point else 0, dtype=dtype)

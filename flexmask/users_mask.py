@@ -1,6 +1,6 @@
 """A user's function of query and key: its blocks, checked and limited to what is visible, and what its mask_mod captures.
 
-Python numbers there are constants of the compiled kernel, which takes few symbolic ones.
+Python numbers in a mask_mod become constants of the compiled kernel, which takes few symbolic ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flexmask.base.selection import BlockLists, Choice, Selection, ascending_ind
 from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import MaskMod
 
-# of every call of a user's function; scale and softcap only if it names them
+# keywords of every call of a user's function; scale and softcap are passed only if it names them
 _KEYWORDS = ("block_size", "window", "attention_mask", "q_offset")
 
 
@@ -32,9 +32,9 @@ def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str,
     """Call `function`, check its mask, and drop what causality, window and padding hide."""
     inputs, block_size, visible = problem.inputs, problem.block_size, problem.visibility.visible
     parameters = inspect.signature(function).parameters
-    scores = {word: value for word, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if word in parameters}
-    where = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
-    mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **where, **options)
+    scores = {name: value for name, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if name in parameters}
+    geometry = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
+    mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **geometry, **options)
     _check(mask, f"method {name} must return", inputs, block_size)
     kept, full = kept_and_full(mask, visible.shape[-1])
     kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)
@@ -59,6 +59,7 @@ def check_takes_keywords(function: Callable[..., Any], name: str, options: Mappi
 
 
 def _check(mask: Any, message_start: str, inputs: AttentionInputs, block_size: int) -> None:
+    """Refuse what is no BlockMask of these inputs; messages begin with `message_start`."""
     if not isinstance(mask, BlockMask):
         raise TypeError(f"{message_start} a BlockMask; got {type(mask).__name__}")
     if mask.BLOCK_SIZE != (block_size, block_size):
@@ -98,19 +99,19 @@ def _check(mask: Any, message_start: str, inputs: AttentionInputs, block_size: i
 def with_constant_numbers(selection: Selection, backend: str) -> tuple[Selection, contextlib.AbstractContextManager[Any]]:
     """`selection` with a user's mask_mod whose numbers are constants, and a context in which torch.compile takes floats so.
 
-    Its title, hence the compiled kernel, names the numbers.
+    The selection's title, hence the compiled kernel, names the numbers.
     """
     # a number that changes is symbolic: kernels for CPUs and FLASH take none, Triton's no floats (2.13)
-    own = selection.mask_mod
-    if own is None or is_traced():
+    user_mask_mod = selection.mask_mod
+    if user_mask_mod is None or is_traced():
         return selection, contextlib.nullcontext()
     takes_ints = backend == "triton"
-    values = [value for value in captured_values(own) if not (takes_ints and type(value) is int)]
-    mask_mod = own
+    values = [value for value in captured_values(user_mask_mod) if not (takes_ints and type(value) is int)]
+    mask_mod = user_mask_mod
     if not takes_ints:
         # torch.compile takes ints that it reaches through a default argument as constants
-        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, own: MaskMod = own) -> Tensor:
-            return own(b, h, q_idx, kv_idx)
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, user_mask_mod: MaskMod = user_mask_mod) -> Tensor:
+            return user_mask_mod(b, h, q_idx, kv_idx)
 
     title = f"{selection.title}{values}" if values else selection.title
     # in torch 2.13 of this thread alone
@@ -118,16 +119,16 @@ def with_constant_numbers(selection: Selection, backend: str) -> tuple[Selection
 
 
 def captured_values(function: Any) -> Iterator[Hashable]:
-    """Numbers and words in a function's closure, defaults and partials, also in containers and attributes; not its globals."""
+    """Numbers and strings in a function's closure, defaults and partials, also in containers and attributes; not its globals."""
     waiting: list[Any] = [function]
-    seen: set[int] = set()
+    visited: set[int] = set()
     names: set[str] = set()
     while waiting:
         value = waiting.pop()
         if isinstance(value, (numbers.Number, str)):
             yield value
-        elif id(value) not in seen:
-            seen.add(id(value))
+        elif id(value) not in visited:
+            visited.add(id(value))
             waiting += reversed(_contents(value, names))
 
 
@@ -148,5 +149,5 @@ def _contents(value: Any, names: set[str]) -> list[Any]:
         return list(value)
     if isinstance(value, (type, types.ModuleType, Tensor)) or not hasattr(value, "__dict__"):
         return []
-    own = _contents(type(value).__call__, names) if callable(value) else []
-    return [*own, *(part for name, part in vars(value).items() if name in names)]
+    call_contents = _contents(type(value).__call__, names) if callable(value) else []
+    return [*call_contents, *(part for name, part in vars(value).items() if name in names)]

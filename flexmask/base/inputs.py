@@ -22,16 +22,16 @@ _Inputs = TypeVar("_Inputs", bound="AttentionInputs")
 class HeadGroup(NamedTuple):
     """Heads whose masks exist at one time."""
 
-    batch: slice
-    query: slice
-    key: slice
+    batch: slice  # batch rows
+    query: slice  # query heads
+    key: slice  # key heads
 
 
 class AttentionInputs(NamedTuple):
     """The tensors and numbers of one causal attention call, from `attention_inputs`.
 
     Query row t stands at position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
-    ``position - k < window``. Dense attention takes them as they are, masks and sparse attention `PositionedInputs`.
+    ``position - k < window``. Dense attention takes these inputs; masks and sparse attention take `PositionedInputs`.
     """
 
     query: Tensor  # (batch, num_heads, q_len, head_dim)
@@ -91,14 +91,14 @@ class AttentionInputs(NamedTuple):
         return None if absent is None else absent[:, None, :, None]
 
     def for_attention(self) -> PositionedInputs:
-        """The inputs of attention: detached unless gradients are needed, and zero where no token is.
+        """The inputs of attention, detached unless gradients are needed.
 
-        Neither a weight nor a gradient of 0 hides NaN.
+        Absent keys and values are set to zero, because 0 * NaN is NaN, in outputs and in gradients.
         """
         return self.for_attention_with(self.with_offset().offset, self.absent_keys())
 
     def for_attention_with(self, offset: Tensor | None, absent: Tensor | None) -> PositionedInputs:
-        """The inputs `for_attention`, given the offset of `with_offset` and `absent_keys`."""
+        """As `for_attention`, with the results of `with_offset` and `absent_keys` that a plan keeps."""
         query, key, value, sinks = self.query, self.key, self.value, self.sinks
         if not self.needs_grad:
             # FlexAttention's CPU kernel refuses leaves that require gradients even where gradients are off
@@ -149,13 +149,12 @@ def attention_inputs(
     query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
     scale, softcap, window, q_offset, prompt_len = map(plain_number, (scale, softcap, window, q_offset, prompt_len))
     check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks, prompt_len)
-    batch, most, offset = query.shape[0], key.shape[2] - query.shape[2], None
+    batch, max_offset, offset = query.shape[0], key.shape[2] - query.shape[2], None
     # int32 as the indices of a mask_mod: the FLASH backend refuses a mixture
     if isinstance(q_offset, Tensor):
-        # `most` may not fit into its dtype; a plain clone would keep a stride of 0, which Inductor's C++ kernel cannot read
-        offset = (
-            q_offset.to(torch.int64).clamp(0, most).to(torch.int32).expand(batch).clone(memory_format=torch.contiguous_format)
-        )
+        # `max_offset` may not fit into its dtype; a plain clone would keep a stride of 0, which Inductor's C++ kernel cannot read
+        offset = q_offset.to(torch.int64).clamp(0, max_offset).to(torch.int32).expand(batch)
+        offset = offset.clone(memory_format=torch.contiguous_format)
     elif q_offset is not None:
         offset = torch.full((batch,), q_offset, dtype=torch.int32, device=query.device)
     return AttentionInputs(
@@ -187,7 +186,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 
 def in_autocast_dtype(tensor: Any) -> Any:
-    """`tensor` in the dtype of autocast if that is on; what no call takes is left for the checks."""
+    """`tensor` in the dtype of autocast, if that is on; what a call would refuse comes back as it is."""
     if isinstance(tensor, Tensor) and tensor.dtype in DTYPES:
         device = tensor.device.type
         if device in _DEVICES and torch.is_autocast_enabled(device):

@@ -21,7 +21,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: PositionedInputs) -> MaskMod:
-    """Causality, padding and window; attention is compiled once per ``__name__``, which names kinds of inputs and no values."""
+    """The mask_mod of causality, padding and window.
+
+    Attention is compiled once per ``__name__``, which names the kind of inputs and no values.
+    """
     window, token = inputs.window, inputs.attention_mask
     name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
     offset = None if inputs.offset is None else captured(inputs.offset)
@@ -40,11 +43,11 @@ def visible_mask_mod(inputs: PositionedInputs) -> MaskMod:
     return named(visible, name)
 
 
-def limited_mask_mod(visible: MaskMod, own: MaskMod, name: str) -> MaskMod:
+def limited_mask_mod(visible: MaskMod, user_mask_mod: MaskMod, name: str) -> MaskMod:
     """`visible`, limited to what a user's mask_mod of that name allows."""
 
     def limited(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return own(b, h, q_idx, kv_idx) & visible(b, h, q_idx, kv_idx)
+        return user_mask_mod(b, h, q_idx, kv_idx) & visible(b, h, q_idx, kv_idx)
 
     return named(limited, f"{name} and {visible.__name__}")
 
@@ -58,14 +61,14 @@ def kept_mask_mod(visible: MaskMod, keep: Tensor, block_size: int) -> MaskMod:
 
     def kept(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q_block, kv_block = q_idx // side[b], kv_idx // side[b]
-        own = keep[b, q_block, kv_block] if shared else keep[b, h, q_block, kv_block]
-        return own & visible(b, h, q_idx, kv_idx)
+        is_kept = keep[b, q_block, kv_block] if shared else keep[b, h, q_block, kv_block]
+        return is_kept & visible(b, h, q_idx, kv_idx)
 
     return named(kept, f"kept and {visible.__name__}")
 
 
 def captured(tensor: Tensor) -> Tensor:
-    """`tensor` in a form that a mask_mod may capture: itself on accelerators, one that torch can compile on CPUs."""
+    """`tensor` in a form that a mask_mod may capture: itself on accelerators, on CPUs a view that torch can compile."""
     if tensor.device.type != "cpu":
         return tensor
     if is_traced():
@@ -82,7 +85,7 @@ def captured(tensor: Tensor) -> Tensor:
 
 
 def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
-    """`number`, clamped, in a form that a mask_mod may capture, as no symbolic int is: (batch,) int32, read by batch row."""
+    """`number`, clamped, as a tensor that a mask_mod may capture, (batch,) int32. A mask_mod can capture no symbolic int."""
     return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
 
 
@@ -104,7 +107,7 @@ class MaskParts(NamedTuple):
 
 
 def block_mask(inputs: PositionedInputs, selection: Selection) -> BlockMask:
-    """The BlockMask of kept blocks; with the lists by key block where the inputs need gradients."""
+    """The BlockMask of a selection; if the inputs need gradients, also with lists by key block."""
     mask_mod, title = visible_mask_mod(inputs), selection.title
     if selection.keep is not None:
         mask_mod = kept_mask_mod(mask_mod, selection.keep, selection.block_size)
@@ -117,23 +120,23 @@ def block_mask(inputs: PositionedInputs, selection: Selection) -> BlockMask:
     if not is_traced():
         parts = MaskParts(selection, lengths, inputs.window, inputs.attention_mask, inputs.offset)
         # weak, or a cycle would keep dropped masks in memory until garbage collection
-        made = _Made(weakref.ref(mask), mask_mod, parts)
+        origin = _MaskOrigin(weakref.ref(mask), mask_mod, parts)
         # on the object: a subclass is no BlockMask to pytrees, which go by class, and copyreg would change everybody's masks
-        mask.__reduce_ex__ = made.pickled  # type: ignore[method-assign]  # of this mask alone
-        mask.to = made.to  # type: ignore[method-assign]  # of this mask alone
+        mask.__reduce_ex__ = origin.pickled  # type: ignore[method-assign]  # of this mask alone
+        mask.to = origin.to  # type: ignore[method-assign]  # of this mask alone
     return mask
 
 
 def parts_of(mask: BlockMask) -> MaskParts | None:
-    """The parts that `block_mask` made a mask of; None if another made or changed it, or a surrounding compilation."""
-    made = getattr(vars(mask).get("__reduce_ex__"), "__self__", None)
-    return made.parts if isinstance(made, _Made) and made.owner() is mask and made.is_still(mask) else None
+    """The parts from which `block_mask` made `mask`; None if it was changed, or was made otherwise or in a compilation."""
+    origin = getattr(vars(mask).get("__reduce_ex__"), "__self__", None)
+    return origin.parts if isinstance(origin, _MaskOrigin) and origin.owner() is mask and origin.is_still(mask) else None
 
 
-class _Made(NamedTuple):
-    """A mask as `block_mask` made it."""
+class _MaskOrigin(NamedTuple):
+    """What `block_mask` made a mask from."""
 
-    owner: weakref.ref[BlockMask]
+    owner: weakref.ref[BlockMask]  # the mask
     mask_mod: MaskMod
     parts: MaskParts
 
@@ -168,10 +171,10 @@ def _unpickled(
 
 
 def inputs_of_mask(
-    of_batch: Tensor, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
+    batch_like: Tensor, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
 ) -> PositionedInputs:
-    """Inputs of a mask, which of query and key reads only lengths and device, for as many batch rows as `of_batch` has."""
-    query, key = (of_batch.new_empty(()).expand(of_batch.shape[0], 1, length, 1) for length in lengths)
+    """Placeholder inputs for building a mask: query and key carry only lengths, device and the batch size of `batch_like`."""
+    query, key = (batch_like.new_empty(()).expand(batch_like.shape[0], 1, length, 1) for length in lengths)
     return AttentionInputs(query, key, None, 1.0, None, window, attention_mask, offset).with_offset()
 
 
@@ -182,7 +185,7 @@ def block_mask_from_lists(
     lengths: tuple[int, int],
     with_gradients: bool = False,
 ) -> BlockMask:
-    """A BlockMask from `BlockLists`; `with_gradients` also with lists by key block, twice the memory (before 2.9 always)."""
+    """A BlockMask from `BlockLists`; `with_gradients` adds lists by key block, twice the memory (always before torch 2.9)."""
     optional: dict[str, Any] = {"seq_lengths": lengths, "compute_q_blocks": with_gradients}
     keywords = {name: value for name, value in optional.items() if name in FROM_KV_BLOCKS}
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **keywords)
@@ -192,7 +195,7 @@ GroupSelections = Sequence[tuple[HeadGroup, Selection]]
 
 
 def joined_mask(parts: GroupSelections, inputs: PositionedInputs) -> BlockMask:
-    """The mask of every head of `inputs`, copied from the selections of its groups."""
+    """The mask of all heads of `inputs`, copied from the selections of the groups of heads."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 
     def join(tensors: list[Tensor]) -> Tensor:
@@ -204,5 +207,5 @@ def joined_mask(parts: GroupSelections, inputs: PositionedInputs) -> BlockMask:
     selections = [selection for _, selection in parts]
     lists = BlockLists(*(join(list(tensors)) for tensors in zip(*(selection.lists for selection in selections), strict=True)))
     maps = [selection.keep for selection in selections if selection.keep is not None]
-    # a mask_mod is that of a user's function, which has one group
+    # only a user's function has a mask_mod, and its heads are one group
     return block_mask(inputs, selections[0]._replace(lists=lists, keep=join(maps) if maps else None))
