@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import KNOWS_LENGTHS, SLICED_MASK_MOD, is_traced
 from flexmask.base.blocks import BlockProblem
+from flexmask.base.checks import is_integer
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Choice, Selection, ascending_indices, kept_and_full
 from flexmask.base.visibility import num_blocks
@@ -80,7 +81,7 @@ def _check(mask: Any, message_start: str, inputs: AttentionInputs, block_size: i
             continue
         if tensor.device != inputs.query.device:
             raise ValueError(f"{message_start} {name} on query's device {inputs.query.device}; got {tensor.device}")
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        if not is_integer(tensor):
             raise TypeError(f"{message_start} {name} of integers; got {tensor.dtype}")
     counts, q_blocks = mask.kv_num_blocks, num_blocks(q_len, block_size)
     shape = tuple(counts.shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._torch import is_fake, is_traced
 from flexmask.attend import AttentionResult
 from flexmask.attention import RECOMMENDED
-from flexmask.base.checks import check_bool, check_int, check_plain, check_shape, plain_number, plain_numbers
+from flexmask.base.checks import check_bool, check_int, check_plain, check_shape, is_integer, plain_number, plain_numbers
 from flexmask.base.inputs import attention_inputs
 from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
 from flexmask.dense_policy import log_dense_once
@@ -235,7 +235,7 @@ def _check_bounds_tensor(name: str, bounds: Tensor) -> None:
         raise ValueError(f"{name} must hold values; got a fake tensor (under FakeTensorMode give a list or tuple of ints)")
     if bounds.dim() != 1:
         raise ValueError(f"{name} must be (num_sequences + 1,); got shape {tuple(bounds.shape)}")
-    if bounds.is_floating_point() or bounds.is_complex() or bounds.dtype == torch.bool:
+    if not is_integer(bounds):
         raise TypeError(f"{name} must be integer; got {bounds.dtype}")
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(f"{name} must be on the host while a CUDA graph is captured; got a tensor on {bounds.device}")

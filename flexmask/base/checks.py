@@ -70,6 +70,11 @@ def check_shape(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} must not be empty; got shape {tuple(tensor.shape)}")
 
 
+def is_integer(tensor: Tensor) -> bool:
+    """True for a tensor of integers; bool is none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
 def check_strided(name: str, tensor: Tensor) -> None:
     """Refuse sparse, nested, MKL-DNN and quantized tensors."""
     if is_traced():
@@ -200,14 +205,19 @@ def _check_q_offset(q_offset: int | Tensor | None, query: Tensor, key: Tensor) -
         check_strided("q_offset", q_offset)
         if tuple(q_offset.shape) not in ((), (batch,)):
             raise ValueError(f"q_offset must be a 0-d or ({batch},) tensor; got shape {tuple(q_offset.shape)}")
-        if q_offset.is_floating_point() or q_offset.is_complex() or q_offset.dtype == torch.bool:
+        if not is_integer(q_offset):
             raise TypeError(f"q_offset must be an integer tensor; got {q_offset.dtype}")
         if q_offset.device != key.device:
             raise ValueError(f"q_offset must be on key's device {key.device}; got {q_offset.device}")
     else:
-        check_int("q_offset", q_offset)
-        if not 0 <= q_offset <= kv_len - q_len:
-            raise ValueError(f"q_offset must be in [0, kv_len - q_len = {kv_len - q_len}]; got {q_offset}")
+        check_offset(q_offset, q_len, kv_len)
+
+
+def check_offset(q_offset: int, q_len: int, kv_len: int) -> None:
+    """Raise unless rows that begin at `q_offset` end within the keys."""
+    check_int("q_offset", q_offset)
+    if not 0 <= q_offset <= kv_len - q_len:
+        raise ValueError(f"q_offset must be in [0, kv_len - q_len = {kv_len - q_len}]; got {q_offset}")
 
 
 def plain_number(value: Any) -> Any:

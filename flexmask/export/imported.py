@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask import plain
 from flexmask._torch import is_fake
 from flexmask.base.blocks import block_problem
-from flexmask.base.checks import check_int, check_plain, plain_number
+from flexmask.base.checks import check_offset, check_plain, is_integer, plain_number
 from flexmask.base.option_checks import check_block_size, check_count
 from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import num_blocks
@@ -136,16 +136,16 @@ def from_index_list(
         )
     # no narrow dtype holds every number that they are compared with
     indices, counts = indices.long(), counts.long()
-    most, entries = num_blocks(kv_len, block_size), indices.shape[-1]
+    num_kv_blocks, entries = num_blocks(kv_len, block_size), indices.shape[-1]
     wrong = (counts < 0) | (counts > entries)
     _refuse_first(wrong, f"counts for query block {{2}} of head {{1}}, prompt {{0}}, outside 0 to {entries}")
     counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
-    outside = counted & ((indices < 0) | (indices >= most))
+    outside = counted & ((indices < 0) | (indices >= num_kv_blocks))
     where = "as entry {3} for query block {2} of head {1}, prompt {0}"
-    _refuse_first(outside, f"lists, {where}, a key block outside 0 to {most - 1}")
-    column = torch.where(counted, indices, most)
-    times = torch.zeros((*counts.shape, most + 1), dtype=torch.int32, device=indices.device)
-    times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :most]
+    _refuse_first(outside, f"lists, {where}, a key block outside 0 to {num_kv_blocks - 1}")
+    column = torch.where(counted, indices, num_kv_blocks)
+    times = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.int32, device=indices.device)
+    times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :num_kv_blocks]
     _refuse_first(times > 1, "lists key block {3} twice for query block {2} of head {1}, prompt {0}")
     return from_block_map(
         times > 0, q_len, kv_len, block_size=block_size, window=window, attention_mask=attention_mask, q_offset=q_offset
@@ -158,11 +158,8 @@ def _check_lengths(q_len: int, kv_len: int, block_size: int, window: int | None,
         check_count(name, number, 1, "tokens")
     if q_len > kv_len:
         raise ValueError(f"q_len must be at most kv_len = {kv_len}; got {q_len}")
-    if q_offset is None:
-        return
-    check_int("q_offset", q_offset)
-    if not 0 <= q_offset <= kv_len - q_len:
-        raise ValueError(f"q_offset must be from 0 to kv_len - q_len = {kv_len - q_len}; got {q_offset}")
+    if q_offset is not None:
+        check_offset(q_offset, q_len, kv_len)
 
 
 def _check_values(name: str, tensor: object, kind: str) -> None:
@@ -170,7 +167,7 @@ def _check_values(name: str, tensor: object, kind: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor of {kind}; got {type(tensor).__name__}")
     check_plain(name, tensor)
-    if tensor.is_floating_point() or tensor.is_complex() or (tensor.dtype == torch.bool and "bool" not in kind):
+    if not is_integer(tensor) and (tensor.dtype != torch.bool or "bool" not in kind):
         raise TypeError(f"{name} must be a tensor of {kind}; got {tensor.dtype}")
     if is_fake(tensor):
         raise ValueError(f"{name} must hold values; got a fake tensor")

@@ -66,7 +66,7 @@ def with_entry(i, j, value):
         (KEPT[0], {}, ValueError, r"got \(1, 3, 3\)"),
         (KEPT.float(), {}, TypeError, r"bool or integers; got torch\.float32"),
         (KEPT, {"kv_len": 64}, ValueError, "q_len must be at most kv_len = 64; got 96"),
-        (KEPT, {"q_offset": 1}, ValueError, "q_offset must be from 0"),
+        (KEPT, {"q_offset": 1}, ValueError, "q_offset must be in \\[0"),
         (KEPT, {"attention_mask": torch.ones(1, 95).bool()}, ValueError, r"attention_mask must be \(1, 96\); got \(1, 95\)"),
     ],
     ids=["later", "no diagonal", "columns", "dimensions", "floats", "length", "offset", "padding"],
