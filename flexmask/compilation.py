@@ -1,4 +1,4 @@
-"""The one place where functions are compiled: lazily, on first use, and kept."""
+"""The only place that compiles functions: on first use, once each."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], varian
 
 
 def _what_is_new(name: str, numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...], state: Hashable) -> str:
-    """A compilation in words that no other has: where its kind was compiled before, with what differs."""
+    """Words that describe a compilation and no other; if its kind was compiled before, they say what differs."""
     words = f"{name} ({', '.join(str(part) for part in variant if isinstance(part, (str, torch.dtype)))})"
     by_part = {"other heads or sizes": numbers, "another mode (gradients, autocast, threads)": state}
     is_first = first_time(words)
@@ -113,5 +113,5 @@ def run_compiled(function: Callable[..., Any], variant: tuple[Hashable, ...], in
 
 
 def runs_uncompiled(query: Tensor) -> bool:
-    """True on CPUs, where a compilation takes longer than it saves, in a surrounding one, and where none can run."""
+    """True on CPUs, where compiling takes longer than it saves, in a surrounding compilation, and where none can run."""
     return query.device.type == "cpu" or is_traced() or not has_real_storage(query) or bool(modes_that_disable_compile())

@@ -18,7 +18,7 @@ from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, 
 from flexmask.flex.flash_check import flash_verdict
 from flexmask.flex.flash_problem import FlashCall
 
-_MAX_CHARACTERS = 1000  # of an error: some list every model of transformers
+_MAX_CHARACTERS = 1000  # of an error that is shown: some list every model of transformers
 
 # changes from plain calls of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ class FlashReport(NamedTuple):
 
     feature: str
     served: str  # "auto", "by name" or "no"
-    lse_factor: float | None  # of the true log-sum-exp over FlexAttention's; None without one
+    lse_factor: float | None  # the true log-sum-exp over FlexAttention's; None if it returns none
     reason: str
     seconds: float
 

@@ -1,4 +1,4 @@
-"""Settings as data of JSON: read once by key, bounded, with layers by number."""
+"""Settings in JSON: keys that are unique, data of bounded size, layers by number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query heads of each layer of a model, by its config."""
+"""Number of query heads of each layer of a model, by its config."""
 
 from __future__ import annotations
 

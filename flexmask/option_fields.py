@@ -1,4 +1,4 @@
-"""Options of a method as fields of its class: their types, their checks, and what they say of the class."""
+"""Options of a method as fields of its class: their types, their checks, and what the class reads from them."""
 
 from __future__ import annotations
 

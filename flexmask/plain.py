@@ -70,7 +70,7 @@ def representative_rows(which: str, tokens: TokenValidity, block_size: int) -> R
 
 
 class LineMass(NamedTuple):
-    """The representative attention, pooled; V and S are means over the valid rows."""
+    """The pooled representative attention; V and S are means over the valid rows."""
 
     vertical: Tensor  # V, (batch, num_heads, num_kv_blocks) float32
     slash: Tensor  # S, the same shape
@@ -99,7 +99,7 @@ def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> L
 
 
 def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
-    """Each row contributes its key block ``last_block - c`` to diagonal c."""
+    """Sum rows by block diagonal: each row contributes its key block ``last_block - c`` to diagonal c."""
     blocks = sums.shape[-1]
     kv_block = last_block.unsqueeze(-1) - torch.arange(blocks, device=sums.device)
     exists = (kv_block >= 0) & (kv_block < blocks)
@@ -115,7 +115,7 @@ def by_offset(attention: Tensor, rows: RepresentativeRows) -> Tensor:
 
 
 def extended_lines(vertical: Tensor, slash: Tensor, visibility: BlockVisibility) -> Tensor:
-    """Extend kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool, over the whole map."""
+    """The map of all blocks on kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool each."""
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)
     # rows that stand in two key blocks lie on two diagonals

@@ -116,7 +116,7 @@ def _check_map(kept: Any, message_start: str, problem: BlockProblem) -> None:
 
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
-    """The choice of a map of kept blocks; None: every visible block."""
+    """The choice that a map of kept blocks stands for; None: every visible block."""
     # materialized: both lists must come from the same floats
     limited = problem.visible if kept is None else materialized((kept | problem.diagonal_blocks) & problem.visible)
     limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)

@@ -1,4 +1,4 @@
-"""A selection by kernels as an operator, which graphs of torch.compile hold apart from flex_attention (docs/design.md)."""
+"""A selection by kernels as an operator, which torch.compile keeps apart from flex_attention (docs/design.md)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def as_one_operator(
     method = prepared.method
     # a plan that was made before the compilation has numbers
     for_steps = with_device_numbers(method, inputs.query, keep_numbers=False)
-    given = {name: value for name, value in for_steps.options.items() if value is not None}
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    words = {name: value for name, value in given.items() if isinstance(value, str)}
+    options = {name: value for name, value in for_steps.options.items() if value is not None}
+    tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    words = {name: value for name, value in options.items() if isinstance(value, str)}
     # floats that stayed numbers are 0
-    integers = {name: int(value) for name, value in given.items() if name not in tensors and name not in words}
+    integers = {name: int(value) for name, value in options.items() if name not in tensors and name not in words}
     outputs = selection_operator(
         inputs.query, inputs.key, inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset,
         inputs.prompt_len, method.name, method.block_size, [*tensors, *words, *integers], list(tensors.values()),
@@ -63,13 +63,13 @@ def selection_operator(
     with_map: bool,
     statistics: list[str],
 ) -> list[Tensor]:
-    """`run_kernels` as an operator; options that `names` lacks, those of tensors, words and integers, are None."""
-    given = zip(names, [*tensors, *words, *integers], strict=True)
-    options = {**dict.fromkeys(METHODS[method].defaults), **dict(given)}
+    """`run_kernels` as an operator. `names` name the options in tensors, words and integers; all other options are None."""
+    values = zip(names, [*tensors, *words, *integers], strict=True)
+    options = {**dict.fromkeys(METHODS[method].defaults), **dict(values)}
     geometry = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, prompt_len=prompt_len)
     inputs = geometry.with_offset()
-    made, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
-    prepared = PreparedSelection(FittedMethod(made), made, made.runs_kernels(query))
+    fitted, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
+    prepared = PreparedSelection(FittedMethod(fitted), fitted, fitted.runs_kernels(query))
     selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)
     keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
     return [*selection.lists, keep, *selection.stats.values()]

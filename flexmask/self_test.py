@@ -1,4 +1,4 @@
-"""A self-test of compiled attention, which must equal dense attention under its mask, of masks, and times."""
+"""A self-test: compiled attention must equal dense attention under its mask, and masks those of a CPU. Also times."""
 
 from __future__ import annotations
 

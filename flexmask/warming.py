@@ -1,4 +1,4 @@
-"""warmup: compile before the first prompt arrives."""
+"""The public function `warmup`: compile before the first prompt arrives."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if HAS_TRITON:
 
 
 class _Steps(Protocol):
-    """The method's own: `plain` or `kernels`."""
+    """The method's own steps: `plain` or `kernels`."""
 
     def pattern_and_lines(
         self, problem: BlockProblem, pattern: Any, index: Any, key_means: Tensor, gamma: Tensor, tau: Number, min_lines: int,

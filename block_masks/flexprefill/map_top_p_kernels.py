@@ -1,4 +1,4 @@
-"""Triton kernels for top-p over the pooled map, of a head's whole map or of each row, without a sort (`top_p_kernel`).
+"""Triton kernels for top-p over the pooled map, the whole map of a head or each row, without a sort (`top_p_kernel`).
 
 A map too large for one program takes one launch per digit, one program per chunk of rows; the next launch picks the digit from
 the chunks' sums, in a fixed order.
@@ -256,7 +256,7 @@ def _rows_kernel(
 
 
 def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Tensor, max_blocks: int | None) -> Tensor:
-    """`top_p_map` of each row, up to `share`, (num_heads,), of its sum, at most `max_blocks`."""
+    """As `top_p_map`, but of each row, up to `share`, (num_heads,), of the row's sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
     chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.edges.q_edges
     _rows_kernel[(num_q_blocks, batch * num_heads)](

@@ -65,7 +65,10 @@ def kept_lines(
 def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> ChosenBlocks:
-    """Step 3b: query-aware heads keep the fewest blocks with gamma of the pooled map, "per_query" of each row, capped by row."""
+    """Step 3b: query-aware heads keep the fewest blocks that hold gamma of the pooled map, at most `max_blocks` in each row.
+
+    With the rule "per_query" they hold gamma of each row.
+    """
     values, visible = pooled_map(problem, key_means, problem.key_counts()), problem.visible
     if rule == "per_query":
         kept = top_p(values, visible, gamma.unsqueeze(-1))

@@ -25,7 +25,7 @@ RULE = Rule()
 
 
 class _Steps(Protocol):
-    """The method's own: `plain` or `kernels`."""
+    """The method's own steps: `plain` or `kernels`."""
 
     def key_blocks(self, problem: BlockProblem, last: Any, gamma: Any, multiple: float, /) -> Tensor: ...
     def row_blocks(

@@ -23,7 +23,7 @@ SLACK = 1 / 64
 
 
 class Rule(NamedTuple):
-    """The constants of the method: multiples of `threshold_unit`. bench/HYBRID_ABLATIONS.md has how they were chosen."""
+    """The constants of the method, multiples of `threshold_unit`. bench/HYBRID_ABLATIONS.md says how they were chosen."""
 
     # threshold of a query block's root mean square attention to key means, which keeps a key block there
     row_multiple: float = 32
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 def threshold_unit(problem: BlockProblem, gamma: Tensor) -> Tensor:
-    """``(1 - gamma) / N``, of which thresholds are multiples; N = `BlockProblem.max_blocks_seen`. (batch or 1, num_heads)."""
+    """``(1 - gamma) / N`` with N = `BlockProblem.max_blocks_seen`, (batch or 1, num_heads); thresholds are multiples of it."""
     return (1 - gamma) / problem.max_blocks_seen().unsqueeze(-1).clamp(min=1)
 
 
@@ -118,7 +118,7 @@ def with_evidence_floor(problem: BlockProblem, evidence: Tensor, threshold: Tens
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """`RowChoice.coverage`."""
+    """The function `RowChoice.coverage`."""
     has_rows = evidence.mean.sum(-1) != 0
     return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
 

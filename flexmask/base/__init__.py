@@ -1,1 +1,1 @@
-"""Shared by the plain steps and the kernels."""
+"""What the plain steps and the kernels share."""

@@ -26,7 +26,7 @@ Number = float | Tensor
 
 
 def is_off(option: Number) -> bool:
-    """True for the number 0, which computes nothing; of a tensor no value is read."""
+    """True for the number 0, which switches a step off; False for every tensor, whose value is not read."""
     return not isinstance(option, Tensor) and option == 0
 
 
@@ -99,7 +99,7 @@ class BlockProblem:
 
     @property
     def diagonal_blocks(self) -> Tensor:
-        """Key blocks of each query block's first and last row, shaped as `visible`."""
+        """Key blocks in which each query block's first and last row stand, shaped as `visible`, bool."""
         first, last = self.visibility.first_row_block.unsqueeze(-1), self.visibility.last_row_block.unsqueeze(-1)
         return ((self.kv_block == first) | (self.kv_block == last))[:, None]
 
@@ -147,7 +147,7 @@ class BlockProblem:
         return (self.key_counts() > 0).int().argmax(-1)[:, None, None, None]
 
     def first_blocks(self, count: int) -> Tensor:
-        """The first `count` key blocks, counted from the first valid key's, (batch or 1, 1, 1, num_kv_blocks) bool."""
+        """The first `count` key blocks from that of the first valid key on, (batch or 1, 1, 1, num_kv_blocks) bool."""
         index = self.kv_block - self.first_block()
         return (index >= 0) & (index < count)
 
@@ -168,7 +168,7 @@ class BlockProblem:
         return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
 
     def last_query_blocks(self, count: int) -> Tensor:
-        """The last `count` query blocks up to the last valid row's, (batch or 1, 1, num_q_blocks, 1) bool."""
+        """The last `count` query blocks up to that of the last valid row, (batch or 1, 1, num_q_blocks, 1) bool."""
         q_block = torch.arange(num_blocks(self.tokens.row_valid.shape[-1], self.block_size), device=self.tokens.offset.device)
         # the last valid row stands at the last valid key, even of a slice of rows
         last = (self.last_keys().amax(-1) - self.tokens.offset) // self.block_size

@@ -1,4 +1,4 @@
-"""Checks of arguments: a message names the argument, what it must be and what was given."""
+"""Checks of arguments; a message names the argument, what it must be and what came."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_HEADS = 65535  # programs in the second dimension of a CUDA grid
 
 
 def check_int(name: str, value: object) -> None:
-    """TypeError unless `value` is an integer and no bool."""
+    """Raise TypeError unless `value` is an integer and no bool."""
     if isinstance(value, bool) or not isinstance(plain_number(value), int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
 
@@ -36,7 +36,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_real(name: str, value: object) -> None:
-    """TypeError or ValueError unless `value` is a finite number."""
+    """Raise TypeError or ValueError unless `value` is a finite number."""
     value = plain_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {type(value).__name__}")
@@ -48,7 +48,7 @@ def check_real(name: str, value: object) -> None:
 
 
 def check_int64(name: str, value: Any, unit: str) -> None:
-    """TypeError unless `value` is an integer, ValueError if it exceeds int64, which tensors cannot be compared with."""
+    """Raise TypeError unless `value` is an integer, ValueError if it exceeds int64: no tensor can be compared with it then."""
     check_int(name, value)
     if value >= 2**63:
         raise ValueError(f"{name} must be < 2**63 {unit}; got {value}")
@@ -85,7 +85,7 @@ def check_strided(name: str, tensor: Tensor) -> None:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuse what `check_strided` does, DTensors, and tensors of ``torch.vmap``, the meta device or a mode that is left."""
+    """Refuse what `check_strided` refuses, DTensors, tensors on the meta device or in ``torch.vmap``, and stray fake tensors."""
     if is_traced():
         return
     check_strided(name, tensor)
@@ -111,7 +111,10 @@ def _check_like_query(name: str, tensor: Tensor, query: Tensor) -> None:
 
 
 def check_argument(name: str, x: Any, layout: str, shape: tuple[int, ...], kind: str, owner: str, like: Tensor) -> None:
-    """Raise unless `x` is a tensor of this shape, with its layout, of this kind, ``"floating"`` or not, on the owner's device."""
+    """Raise unless `x` is a tensor of `shape`, which `layout` spells out, of this kind, and on the device of `like`.
+
+    A `kind` other than ``"floating"`` is of integers or bool. `owner` is the name of `like`.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor or None; got {type(x).__name__}")
     check_strided(name, x)
@@ -221,7 +224,7 @@ def check_offset(q_offset: int, q_len: int, kv_len: int) -> None:
 
 
 def plain_number(value: Any) -> Any:
-    """An integer as an int, another real number as a float; anything else, bool too, comes back as it is."""
+    """`value` as an int if it is an integer, as a float if it is another real number; anything else, bool too, as it is."""
     if type(value) in _PLAIN or isinstance(value, (bool, Tensor)):
         return value
     if isinstance(value, numbers.Integral):

@@ -1,4 +1,4 @@
-"""The heads of a call in groups, and the memory of their masks, by which groups are formed."""
+"""Groups of the heads of a call, and the memory of their masks, by which groups are formed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SCORE_BYTES = 12  # float32 twice, and the map of visible keys
 
 
 def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:
-    """Groups of equal size of at most `at_once` heads (None: all), at least one; whole batch rows if heads are `shared`."""
+    """Groups of equal size, each of one to `at_once` heads (None: all); of whole batch rows if heads are `shared`."""
     batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
     if at_once is None:
         at_once = batch * num_heads
@@ -44,7 +44,7 @@ def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
 
 
 def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
-    """Bytes that plain steps take for a head: by pair of blocks, by score of a representative row, and copies for block means."""
+    """Bytes that plain steps take for a head: `by_pair` of blocks, `by_score` of representative rows, copies for block means."""
     (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
     per_key = num_heads // inputs.key.shape[1]
     # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them
@@ -56,7 +56,7 @@ def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score
 
 
 def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
-    """Keys that FLASH takes at a time on Hopper: its own tile, or, where no block is a multiple of that, 64."""
+    """Keys that FLASH takes at a time on Hopper: its own tile, or 64 where no block size is a multiple of that."""
     return 128 if head_dim <= 128 or (head_dim <= 192 and v_head_dim <= 128) else 64
 
 

@@ -1,4 +1,4 @@
-"""Checks of options that methods share, and numbers by head in one form."""
+"""Checks of options that methods share, and options per head in one form."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_shares(name: str, value: Any) -> None:
 
 
 def check_max_budget(max_budget: Any, min_budget: int) -> None:
-    """Raise unless the cap is None or at least one token and `min_budget`."""
+    """Raise unless `max_budget` is None, or at least one token and at least `min_budget`."""
     if max_budget is not None:
         check_int64("max_budget", max_budget, "tokens")
         if max_budget < max(1, min_budget):
@@ -53,7 +53,7 @@ def check_max_budget(max_budget: Any, min_budget: int) -> None:
 
 
 def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
-    """A number or one per query head, checked; a tensor comes back in `widest_float`, clamped to (0, 1], NaN as 1."""
+    """Check a number, or one per query head, and return it; a tensor in `widest_float`, clamped to (0, 1], NaN as 1."""
     num_heads = query.shape[1]
     if isinstance(value, Tensor):
         check_plain(name, value)
@@ -65,7 +65,7 @@ def shares_by_head(name: str, value: Any, query: Tensor) -> Any:
 
 
 def pairs_by_head(name: str, value: Any, num_heads: int) -> tuple[tuple[float, float], ...]:
-    """One pair of finite numbers >= 0 for all heads, or one per query head, as a tuple of pairs."""
+    """Check one pair of finite numbers >= 0 for all heads, or one per query head, and return a tuple of pairs."""
     expected = f"{name} must be a pair of numbers >= 0, or one pair per query head ({num_heads})"
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) == 0:
         raise TypeError(f"{expected}; got {type(value).__name__}")

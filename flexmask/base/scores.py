@@ -46,7 +46,7 @@ def capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Softmax over the visible entries of the last dimension, into `scores`; a row that sees nothing comes out even, not 0."""
+    """Softmax over the visible entries of the last dimension, in place; a row that sees nothing gets equal weights, not 0."""
     # new memory takes longer than the arithmetic on CPUs
     scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
     if scores.device.type != "cpu" or is_traced():
@@ -58,7 +58,7 @@ _FRACTION_BITS = 40
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """float64, or float32 where `device` lacks it: Apple's GPUs and some of Intel's. For sums and thresholds."""
+    """The dtype of sums and thresholds: float64, or float32 where `device` lacks it (Apple's GPUs and some of Intel's)."""
     if device.type == "mps":
         return torch.float32
     if device.type == "xpu" and not torch.xpu.get_device_properties(device).has_fp64:
@@ -81,7 +81,7 @@ def ranks(values: Tensor, candidates: Tensor) -> Tensor:
 
 
 def top_p_count(values: Tensor, candidates: Tensor, gamma: Tensor) -> Tensor:
-    """Count the heaviest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1."""
+    """Count the fewest candidates whose sum reaches gamma times the sum of all candidates; every candidate at gamma 1."""
     ordered = torch.where(candidates, values, 0.0).sort(dim=-1, descending=True).values
     running = running_sums(ordered, gamma.dtype)
     count = (running - ordered < gamma.unsqueeze(-1) * running[..., -1:]).sum(-1)

@@ -48,7 +48,7 @@ def kept_and_full(mask: BlockMask, num_kv_blocks: int) -> tuple[Tensor, Tensor]:
 
 def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor:
     """True at the first `counts` of the `indices` of each row, (.., num_q_blocks, num_kv_blocks) bool; others are ignored."""
-    # another's may be of a dtype that holds no larger number than theirs
+    # lists of other code may have a dtype that holds no larger number than theirs
     counts, indices = counts.long(), indices.long()
     entry = torch.arange(indices.shape[-1], device=indices.device)
     is_listed = (entry < counts.unsqueeze(-1)) & (indices >= 0) & (indices < num_kv_blocks)
@@ -68,17 +68,17 @@ class ChosenBlocks(NamedTuple):
 class Selection(NamedTuple):
     """The blocks that a method keeps in one call, and how its mask is made of them."""
 
-    lists: BlockLists  # of (batch, num_heads or 1) heads
+    lists: BlockLists  # for num_heads heads, or 1 where all share them
     # (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, in the mask_mod too; None: that holds visibility only
     keep: Tensor | None
-    stats: dict[str, Tensor]  # by name (`flexmask.stats`), (batch, num_heads)
+    stats: dict[str, Tensor]  # (batch, num_heads) each, by name (`flexmask.stats`)
     block_size: int
-    title: str | None = None  # of the mask_mod
-    # a user's own, which hides pairs too
+    title: str | None = None  # becomes the name of the mask_mod
+    # a user's mask_mod, which hides more pairs
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
     def without_heads(self, runs: Sequence[slice]) -> Selection:
-        """The selection with empty lists in runs of query heads; the indices are shared."""
+        """The selection with empty lists for these query heads; its indices are those of this selection."""
         counts, full_counts = self.lists.kv_num_blocks.clone(), self.lists.full_kv_num_blocks.clone()
         for heads in runs:
             counts[:, heads] = 0
@@ -98,7 +98,7 @@ class Choice(NamedTuple):
 
     lists: BlockLists
     keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool
-    # beyond what lists give, by name (`flexmask.stats`): computes it from the map, (batch, num_heads)
+    # statistics that lists do not give, by name (`flexmask.stats`): from the map to (batch, num_heads)
     statistics: Mapping[str, Callable[[Tensor], Tensor]] = {}
-    # of a user's mask, which hides pairs too
+    # a user's mask_mod, which hides more pairs
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None

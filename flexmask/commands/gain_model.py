@@ -50,20 +50,20 @@ def measure_prompt(
 
 
 @torch.no_grad()
-def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, most: float, output: Output) -> int:
-    """Rounds that fit into `most` seconds, by the time of a layer; says so, and refuses a prompt of which none fits."""
+def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, max_seconds: float, output: Output) -> int:
+    """Number of rounds that fit into `max_seconds`, by the time of a layer; says so, and refuses a prompt of which none fits."""
     length, sparse = ids.shape[1], 0.0
     with output.progress(f"timing one layer on {length:,} tokens"):
         dense = pass_seconds(model, ids)
     output.remark(f"By one layer's time a dense prefill of {length:,} tokens takes {_duration(dense)}.")
-    if dense < most:
+    if dense < max_seconds:
         compiles = "timing one sparse, which compiles first (half a minute or more)"
         with output.progress(compiles), sparse_prefill(model, settings=settings):
             sparse = pass_seconds(model, ids)
         output.remark(f"A sparse one takes {_duration(sparse)}.")
-    rounds = min(1 + ROUNDS, int(most / (dense + sparse)))
+    rounds = min(1 + ROUNDS, int(max_seconds / (dense + sparse)))
     if rounds == 0:
-        needed = f"one of each takes more than {most / 60:g} min here"
+        needed = f"one of each takes more than {max_seconds / 60:g} min here"
         how = "Take a GPU, a shorter prompt, or more --minutes"
         raise CommandError(f"{needed}, so no gain is measured, nor the error. {how}")
     output.remark(f"Next: {rounds} of each, in turns, about {_duration(rounds * (dense + sparse))} in all.")
@@ -72,9 +72,9 @@ def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettin
 
 @torch.no_grad()
 def _measured(
-    model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, planned: int, most: float, output: Output
+    model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, planned: int, max_seconds: float, output: Output
 ) -> dict[str, Any]:
-    """Prefills in turns, the first of each not timed if there are others; one if every layer runs dense."""
+    """Measure prefills in turns; the first of each is not timed if there are others. If every layer runs dense, measure one."""
     rounds: list[tuple[float, float]] = []  # seconds, sparse and dense
     begin, of = time.perf_counter(), 2 * planned
     for number in range(planned):
@@ -96,7 +96,7 @@ def _measured(
         left = (planned - number - 1) * (end - begin) / (number + 1)
         to_go = f"; about {_duration(left)} to go" if left else ""
         output.remark(f"prefill {2 * number + 2} of {of}, dense: {_duration(end - middle)}{to_go}")
-        if (end - begin) * (number + 2) / (number + 1) > most:
+        if (end - begin) * (number + 2) / (number + 1) > max_seconds:
             break
     timed = rounds[1:] or rounds
     if len(rounds) < planned:
@@ -118,7 +118,7 @@ class _Timed(Exception):
 
 
 def pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
-    """About the seconds of a prefill, (1, length): those of its second layer, once for every layer."""
+    """Estimated seconds of a prefill, (1, length): the time of its second layer times the number of layers."""
     layers = _layers(model)
     numbers, ends = {layer.layer_idx for layer in layers}, dict[Any, float]()
 
@@ -166,7 +166,7 @@ def _hooked(layers: list[Any], hook: Callable[..., None]) -> ExitStack:
 
 @contextmanager
 def by_layer(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
-    """Advance at each layer of so many prefills."""
+    """Advance the progress at each layer of so many prefills."""
     layers = _layers(model)
     done, total = 0, prefills * len(layers)
 

@@ -76,7 +76,7 @@ def _listed(keys: Sequence[str], most: int = 3) -> str:
 
 
 def tokenizer_problem(model: str, config: Any) -> str | None:
-    """A line on a tokenizer with more tokens than the model of a config embeds; None also without a tokenizer at hand."""
+    """A line that says that a tokenizer has more tokens than the config's model embeds; None if not, or without a tokenizer."""
     model, _, auto = _located(model)
     try:
         tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
@@ -139,7 +139,7 @@ def read_text(path: str, output: Output) -> str:
 
 
 def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
-    """(1, length): the tokens of a text.
+    """The tokens of a text, (1, length).
 
     Refuses, as errors of ``--prompt``, what the model cannot read: one token, tokens that it does not embed, and more than it has
     learned positions for.
@@ -186,7 +186,7 @@ def _located(model: str) -> tuple[str, bool, Any]:
 
 
 def _check_on_hub(model: str) -> None:
-    """One request for a name that is not cached: transformers would try for half a minute."""
+    """Make one request for a name that is not cached: transformers would try for half a minute."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:

@@ -91,7 +91,7 @@ class Common(NamedTuple):
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")] = False
 
     def given(self) -> dict[str, Any]:
-        """Settings by name: the flags that were given, and NAME=VALUE pairs, whose values are JSON or words."""
+        """Settings by name: the flags that were given, and NAME=VALUE pairs, whose values are JSON or strings."""
         by_name = {name: getattr(self, name) for name in _FLAGS if getattr(self, name) is not None}
         for pair in self.option or ():
             name, given, value = (part.strip() for part in pair.partition("="))
@@ -104,7 +104,7 @@ class Common(NamedTuple):
         return by_name
 
     def prefill_settings(self, for_model: bool = True) -> SettingsOverride | None:
-        """Settings by name: those of the file, with the options over them, or the options alone; None for the model's own.
+        """The file's settings with the options over them, or the options alone, by name; None: the model's own settings hold.
 
         Options alone are checked as far as that goes without the settings that the model has saved (`for_model`).
         """
@@ -140,7 +140,7 @@ class Common(NamedTuple):
             return settings
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
-        """`option_errors` of settings, which blame what was given: a flag, options, the file, else the model's own settings."""
+        """`option_errors` for settings, which blame what was given: a flag, options, the file, else the model's own settings."""
         flags = (f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(self, name) is not None)
         return option_errors(*flags, otherwise="--option" if self.option else "--settings" if self.settings else "MODEL")
 
@@ -163,7 +163,7 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parsed(value: str) -> Any:
-    """JSON, a number that JSON would write otherwise, or a word."""
+    """The value of a text: JSON, a number that JSON would write otherwise, or a string."""
     from flexmask.json_settings import json_data
 
     with contextlib.suppress(json.JSONDecodeError):

@@ -13,7 +13,7 @@ from flexmask.base.inputs import PositionedInputs
 from flexmask.base.visibility import max_seen_blocks_in_prompt, num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
-_BLOCKS = 16  # of a program
+_BLOCKS = 16  # that a program takes
 _TILE = 128  # at a time
 _ROWS = 1024
 WHICH = ("last", "middle")
@@ -70,7 +70,7 @@ def _edges_kernel(
     mask,  # (batch, kv_len) bool, read if PADDED
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
     q_edges, kv_edges, representative,
-    max_seen,  # of the key blocks seen
+    max_seen,  # (batch,) int32
     q_len, kv_len, num_q_blocks, num_kv_blocks,
     HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, COUNTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr, ROWS: tl.constexpr,
@@ -92,7 +92,7 @@ def _edges_kernel(
                 b_rows += (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
             number = tl.sum(b_rows, 0)
         first = tl.maximum(number - BLOCK_SIZE, 0)
-        # of a window or padding `_visible_kernel` finds the most
+        # under a window or padding `_visible_kernel` finds it
         tl.store(max_seen + batch, 0 if COUNTED else (filled_end - 1) // BLOCK_SIZE + 1)
         p_rows = representative + batch * (1 + BLOCK_SIZE)
         plane = tl.num_programs(1) * (1 + BLOCK_SIZE)
