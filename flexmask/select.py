@@ -9,7 +9,7 @@ from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.selection import Selection
 from flexmask.prepared_selection import PreparedSelection
 from flexmask.run_method import run_in_slices, run_kernels, run_plain
-from flexmask.selection_operator import as_one_operator
+from flexmask.selection_operator import run_operator
 
 
 def select_blocks(
@@ -19,7 +19,7 @@ def select_blocks(
     method, query = prepared.method, inputs.query
     with torch.no_grad(), without_autocast(query.device):
         if prepared.by_kernels:
-            result = (as_one_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
+            result = (run_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
         else:
             result = (run_plain if prepared.rows is None else run_in_slices)(prepared, inputs, statistics)
         if not with_map and result.mask_mod is None:

@@ -17,9 +17,7 @@ from flexmask.run_method import run_kernels, run_plain
 from flexmask.stats import empty_statistics
 
 
-def as_one_operator(
-    prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]
-) -> Selection:
+def run_operator(prepared: PreparedSelection, inputs: PositionedInputs, with_map: bool, statistics: tuple[str, ...]) -> Selection:
     """Run a method by kernels in a graph that torch traces."""
     method = prepared.method
     # a plan that was made before the compilation has numbers

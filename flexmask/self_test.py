@@ -98,7 +98,7 @@ def timed(device: torch.device | str) -> Iterator[Timed]:
     device = torch.device(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for tokens, heads, kv_heads, head_dim in _TIMED["cpu" if device.type == "cpu" else "others"]:
-        made = Timed(tokens, f"{heads} and {kv_heads}, {head_dim} wide", str(dtype).removeprefix("torch."))
+        outcome = Timed(tokens, f"{heads} and {kv_heads}, {head_dim} wide", str(dtype).removeprefix("torch."))
         try:
             inputs = [x.to(device, dtype) for x in _inputs(tokens, heads, kv_heads, head_dim)]
             density = float(hybrid_mask(*inputs[:2], return_stats=True)[1].density.mean())
@@ -108,9 +108,9 @@ def timed(device: torch.device | str) -> Iterator[Timed]:
                 # each waits for the device, after calls that compile
                 timer = Timer("call(*inputs, dense_below=below)", globals=names)
                 seconds.append(float(torch.tensor([timer.timeit(1).mean for _ in range(_RUNS)]).median()))
-            yield made._replace(density=density, dense=seconds[0], sparse=seconds[1])
+            yield outcome._replace(density=density, dense=seconds[0], sparse=seconds[1])
         except Exception as raised:  # a result too
-            yield made._replace(error=_first_line(raised))
+            yield outcome._replace(error=_first_line(raised))
 
 
 def _first_line(raised: Exception) -> str:

@@ -198,10 +198,10 @@ def segments_of(cu_seqlens_q: Any, cu_seqlens_k: Any, total_q: int, total_k: int
     if len(rows) != len(keys):
         raise ValueError(f"cu_seqlens_k must have as many entries as cu_seqlens_q, {len(rows)}; got {len(keys)}")
     segments = [Segment(slice(rows[i], rows[i + 1]), slice(keys[i], keys[i + 1])) for i in range(len(rows) - 1)]
-    for number, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         if segment.q_len > segment.kv_len:
             raise ValueError(
-                f"cu_seqlens_q must give a sequence no more rows than cu_seqlens_k gives it keys; sequence {number} has "
+                f"cu_seqlens_q must give a sequence no more rows than cu_seqlens_k gives it keys; sequence {index} has "
                 f"{segment.q_len} rows and {segment.kv_len} keys"
             )
     return segments
@@ -215,8 +215,8 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
         elif not isinstance(bounds, (list, tuple)):
             raise TypeError(f"{name} must be a tensor or a sequence of ints; got {type(bounds).__name__}")
         else:
-            for number, bound in enumerate(bounds):
-                check_int(f"{name}[{number}]", bound)
+            for index, bound in enumerate(bounds):
+                check_int(f"{name}[{index}]", bound)
     rows, keys = by_name["cu_seqlens_q"], by_name["cu_seqlens_k"]
     if all(isinstance(x, Tensor) and x.device.type != "cpu" for x in (rows, keys)) and rows.device == keys.device:
         both = torch.cat([rows.long(), keys.long()]).tolist()
@@ -246,17 +246,17 @@ def _check_bounds(name: str, bounds: list[int], total_name: str, total: int) -> 
         raise ValueError(f"{name} must hold at least two bounds, those of one sequence; got {len(bounds)}")
     if bounds[0] != 0:
         raise ValueError(f"{name} must begin at 0; got {bounds[0]}")
-    for number in range(len(bounds) - 1):
-        if bounds[number + 1] < bounds[number]:
-            raise ValueError(f"{name} must not decrease; got {bounds[number]}, then {bounds[number + 1]} for sequence {number}")
+    for index in range(len(bounds) - 1):
+        if bounds[index + 1] < bounds[index]:
+            raise ValueError(f"{name} must not decrease; got {bounds[index]}, then {bounds[index + 1]} for sequence {index}")
     if bounds[-1] != total:
         raise ValueError(f"{name} must end at {total_name} = {total}; got {bounds[-1]}")
 
 
-def _check_longest(name: str, most: int | None, lengths: list[int]) -> None:
-    if most is None:
+def _check_longest(name: str, max_seqlen: int | None, lengths: list[int]) -> None:
+    if max_seqlen is None:
         return
-    most = plain_number(most)
-    check_int(name, most)
-    if most < max(lengths):
-        raise ValueError(f"{name} must be at least the longest sequence, {max(lengths)} tokens; got {most}")
+    max_seqlen = plain_number(max_seqlen)
+    check_int(name, max_seqlen)
+    if max_seqlen < max(lengths):
+        raise ValueError(f"{name} must be at least the longest sequence, {max(lengths)} tokens; got {max_seqlen}")

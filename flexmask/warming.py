@@ -89,9 +89,9 @@ def warmup(
             raise TypeError(f"{name} is not an option of warmup; see its arguments chunked and padded")
     options["dense_below"] = 0
     block_size, taken = options.get("block_size", 128), inspect.signature(sparse_attention).parameters
-    of_method = {name: value for name, value in options.items() if name not in taken}
-    chosen = method_of(options.get("method", RECOMMENDED), block_size, of_method)
-    block = block_size if chosen.needs_whole_blocks else 1
+    method_options = {name: value for name, value in options.items() if name not in taken}
+    checked_method = method_of(options.get("method", RECOMMENDED), block_size, method_options)
+    block = block_size if checked_method.needs_whole_blocks else 1
     lengths = [-(-length // block) * block for length in LENGTHS]
     if torch.device(device).type == "cuda":
         lengths += [blocks * block_size for blocks in MANY_BLOCKS]
@@ -103,8 +103,8 @@ def warmup(
             key = torch.randn(batch, num_kv_heads, length, head_dim, dtype=dtype, device=device)
             value = torch.randn(batch, num_kv_heads, length, v_head_dim, dtype=dtype, device=device)
             mask = torch.ones(batch, length, dtype=torch.bool, device=device) if padded else None
-            of_chunk = {"prompt_len": length + 1} if chunked else {}
-            sparse_attention(query, key, value, attention_mask=mask, **{**of_chunk, **options})
+            chunk_options = {"prompt_len": length + 1} if chunked else {}
+            sparse_attention(query, key, value, attention_mask=mask, **{**chunk_options, **options})
     if options.get("backend") != "triton":
         check_for_compiled_callers(dtype, head_dim, v_head_dim, has_window_or_offset=chunked)
     if query.is_cuda:

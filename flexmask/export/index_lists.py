@@ -112,7 +112,7 @@ def blocks_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 
 def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
-    """Key blocks, or tiles, that hold a key; another's index lists may be shorter or longer."""
+    """Number of key blocks, or tiles, that hold a key; index lists of other code may be shorter or longer."""
     size = mask.BLOCK_SIZE[1]
     parts = parts_of(mask)
     if KNOWS_LENGTHS:
@@ -122,8 +122,8 @@ def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
     return -(-kv_len // (size if tile is None else tile))
 
 
-def made_parts(mask: BlockMask, target: str) -> MaskParts:
-    """The parts of a mask that flexmask made; from another's mask_mod they cannot be read."""
+def require_parts(mask: BlockMask, target: str) -> MaskParts:
+    """The parts of a mask that flexmask made; a mask with another mask_mod is refused, because what that hides is unknown."""
     parts = parts_of(mask)
     if parts is None:
         raise NotImplementedError(

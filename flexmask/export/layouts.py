@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask.base.checks import plain_number
 from flexmask.base.option_checks import check_count
 from flexmask.base.selection import ascending_indices
-from flexmask.export.index_lists import blocks_of, check_index, made_parts, num_kv_blocks
+from flexmask.export.index_lists import blocks_of, check_index, num_kv_blocks, require_parts
 
 
 class BsrBlocks(NamedTuple):
@@ -64,7 +64,7 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     if mask.BLOCK_SIZE[0] != mask.BLOCK_SIZE[1]:
         raise ValueError(f"mask must have square blocks; got {mask.BLOCK_SIZE}")
     if with_pairs:
-        q_len, kv_len = made_parts(mask, "with_pairs").lengths
+        q_len, kv_len = require_parts(mask, "with_pairs").lengths
     kept, size = kept[row, head], mask.BLOCK_SIZE[0]
     counts = kept.sum(-1, dtype=torch.int32)
     indptr = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
@@ -194,7 +194,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     (tensor([[[1, 1, 1, 1]]], dtype=torch.int32), [[32]], [[32, 16, 16, 16]])
     """
     kept, target = blocks_of(mask)[0], "FlashInfer's variable block-sparse attention"
-    selection, (q_len, kv_len), window, attention_mask, offsets = made_parts(mask, target)
+    selection, (q_len, kv_len), window, attention_mask, offsets = require_parts(mask, target)
     for name, hides in (("window", window), ("padding", attention_mask), ("mask_mod", selection.mask_mod)):
         if hides is not None:
             raise NotImplementedError(f"{target} knows causality only inside a block; the mask has {name}")

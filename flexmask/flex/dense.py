@@ -13,8 +13,8 @@ from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped
 from flexmask.base.visibility import visible_keys
 
-_MAX_SCORES = 2**28  # float32
-_MAX_VISIBLE = 2**26  # bool, and SDPA's copy
+_MAX_SCORES = 2**28  # float32 scores at one time
+_MAX_VISIBLE = 2**26  # entries at one time of a map of visible keys: bool, and SDPA's copy
 
 
 def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -32,8 +32,8 @@ def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor
     (batch, num_heads, q_len, _), kv_len = query.shape, inputs.key.shape[2]
     rows = q_len
     if not is_traced():
-        most = _MAX_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MAX_VISIBLE // batch
-        rows = max(1, most // kv_len)
+        max_pairs = _MAX_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MAX_VISIBLE // batch
+        rows = max(1, max_pairs // kv_len)
     hidden = None if tokens.all_keys_valid else ~tokens.key_valid
     outs, lses = [], []
     cuts = query.split(rows, 2), tokens.position.split(rows, 1), tokens.row_valid.split(rows, 1)
@@ -56,10 +56,10 @@ def sdpa_serves(inputs: AttentionInputs, return_lse: bool) -> bool:
 def attention_to_visible(
     inputs: AttentionInputs, query: Tensor, visible: Tensor, hidden: Tensor | None, return_lse: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of some rows, `query`, to the keys that a map shows; nothing seen gives zero and a log-sum-exp of -inf.
+    """Attention of some rows, `query`, to visible keys; a row that sees nothing gives zero and a log-sum-exp of -inf.
 
-    `visible` is (batch or 1, num_heads or 1, q_len, kv_len) bool, `hidden` (batch or 1, kv_len) bool the keys that may hold NaN,
-    as may rows that see nothing.
+    `visible` is (batch or 1, num_heads or 1, q_len, kv_len) bool. `hidden`, (batch or 1, kv_len) bool, has the keys that may hold
+    NaN; rows that see nothing may hold NaN, too.
     """
     key, value, sinks = inputs.key, inputs.value, inputs.sinks
     assert value is not None
@@ -86,16 +86,16 @@ def attention_to_visible(
 
 
 def is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
-    """True for what SDPA lacks: soft-capping, sinks, the log-sum-exp."""
+    """True if attention is written out in PyTorch, for what SDPA lacks: soft caps, sinks, the log-sum-exp."""
     return inputs.softcap is not None or inputs.sinks is not None or return_lse
 
 
 def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor, is_masked: bool = False) -> bool:
     """True if SDPA on CUDA serves the heads as they are by a kernel that does not write out all scores (sdp_utils.cpp)."""
     # flash attention takes groups in half precision, no mask; cuDNN's masks, narrower; the memory-efficient kernel no groups
-    most = 128 if is_masked else 256
+    widest = 128 if is_masked else 256
     in_half = query.dtype != torch.float32
-    return query.shape[1] == key.shape[1] or (in_half and query.shape[3] == value.shape[3] <= most)
+    return query.shape[1] == key.shape[1] or (in_half and query.shape[3] == value.shape[3] <= widest)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, scale: float, **mask: Any) -> Tensor:

@@ -61,14 +61,14 @@ def dense_attention_packed(
         # the window is in the lists; the mask_mod captures tensors, as the mask_mod of an offset does
         like = inputs.with_fields(window=None, offset=query.new_zeros(1, dtype=torch.int32))
         chosen = chosen_backend(backend, like, _BLOCK, return_lse, shared=True)
-    for numbers in calls:
-        part = [segments[number] for number in numbers]
+    for indices in calls:
+        part = [segments[index] for index in indices]
         with without_autocast(query.device):
             outs = attention_in_one_call(inputs, part, chosen.name, return_lse, chosen.lse_factor)
-        done.update(zip(numbers, outs, strict=True))
+        done.update(zip(indices, outs, strict=True))
     return [
-        done[number] if number in done else dense_attention(segment.slice_inputs(inputs), return_lse)
-        for number, segment in enumerate(segments)
+        done[index] if index in done else dense_attention(segment.slice_inputs(inputs), return_lse)
+        for index, segment in enumerate(segments)
     ]
 
 
@@ -157,13 +157,13 @@ def _shared_calls(inputs: AttentionInputs, segments: list[Segment], return_lse: 
     """
     calls: list[list[int]] = []
     blocks = 0
-    for number, segment in enumerate(segments):
+    for index, segment in enumerate(segments):
         if segment.q_len > 1:
             more = -(-segment.q_len // _BLOCK) + -(-segment.kv_len // _BLOCK)
             if not calls or blocks + more > _MAX_BLOCKS:
                 calls.append([])
                 blocks = 0
-            calls[-1].append(number)
+            calls[-1].append(index)
             blocks += more
     if sum(len(call) for call in calls) < 2:
         return []

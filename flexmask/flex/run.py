@@ -24,7 +24,7 @@ from flexmask.flex.dense import sdpa
 def run_flex_attention(
     inputs: AttentionInputs, block_mask: BlockMask, backend: str, return_lse: bool = False, lse_factor: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """Block-sparse attention by the compiled kernel; `lse_factor` is that of its log-sum-exp (`chosen_backend`)."""
+    """Block-sparse attention by the compiled kernel; its log-sum-exp is multiplied by `lse_factor` (`chosen_backend`)."""
     if runs_flex_attention_uncompiled():
         # breaks the surrounding graph (an error with fullgraph)
         return _outside_the_graph(inputs, block_mask, backend, return_lse, lse_factor)
@@ -51,9 +51,9 @@ def run_flex_attention(
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
     tiles = None if options is None else tuple(options.items())
     needs_lse = return_lse or (sinks is not None and not on_cpu)
-    of_query = (query.device.type, query.device.index, query.dtype, f"batch {query.shape[0]}")
+    query_kind = (query.device.type, query.device.index, query.dtype, f"batch {query.shape[0]}")
     has_sinks = on_cpu and sinks is not None
-    run = compiled(_flex_attention, (*numbers, tiles), *of_query, backend, needs_lse, block_mask.mask_mod.__name__, has_sinks)
+    run = compiled(_flex_attention, (*numbers, tiles), *query_kind, backend, needs_lse, block_mask.mask_mod.__name__, has_sinks)
     out, lse = run(query, key, value, block_mask, scale, softcap, options, needs_lse, ends, sinks if on_cpu else None)
     if lse is not None and lse_factor != 1.0:
         lse = lse * lse_factor
@@ -127,38 +127,38 @@ def kernel_options(
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`out` with log-sum-exp `lse` (batch, num_heads, q_len) rescaled by `sinks` (num_heads,); in place without gradients."""
+    """Rescale `out` by `sinks`, (num_heads,), given its log-sum-exp, (batch, num_heads, q_len); in place without gradients."""
     share = torch.sigmoid(lse - sinks.float()[:, None]).unsqueeze(-1)
     needs_grad = torch.is_grad_enabled() and (out.requires_grad or share.requires_grad)
     return (out * share).to(out.dtype) if needs_grad else out.mul_(share)
 
 
 def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask, tuple[Tensor, Tensor]]:
-    """Copies of key, value and mask with one key more, of value 0, where the next block begins; the number of keys, its place.
+    """Copies of key, value and mask with one more key, of value 0, where the next block begins; the number of keys, its place.
 
-    Every query block lists it last, as a full block. It stands for the sinks; and there the CPU's kernel subtracts a row's
-    largest score so far from itself, which makes NaN of an infinite one.
+    Every query block lists it last, as a full block. It stands for the sinks. It also makes the CPU's kernel subtract a row's
+    largest score so far from itself, so that an infinite score becomes NaN.
     """
     kv_len, block_size = key.shape[2], block_mask.BLOCK_SIZE[1]
     next_block = num_blocks(kv_len, block_size)
     end, last = (captured_number(n, key.shape[0], key.device) for n in (kv_len, next_block * block_size))
     visible = block_mask.mask_mod
 
-    def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def visible_before_end(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx < end[b]) & visible(b, h, q_idx, torch.minimum(kv_idx, end[b] - 1))
 
-    seen.__name__ = visible.__name__
+    visible_before_end.__name__ = visible.__name__
     full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     assert full_counts is not None and full_indices is not None
     full_indices = F.pad(full_indices, (0, 1)).scatter(-1, full_counts.unsqueeze(-1).long(), next_block)
     lists = (block_mask.kv_num_blocks, F.pad(block_mask.kv_indices, (0, 1)), full_counts + 1, full_indices)
     added_keys = next_block * block_size + 1 - kv_len
-    longer = block_mask_from_lists(lists, seen, block_size, (block_mask.seq_lengths[0], kv_len + added_keys))
+    longer = block_mask_from_lists(lists, visible_before_end, block_size, (block_mask.seq_lengths[0], kv_len + added_keys))
     return F.pad(key, (0, 0, 0, added_keys)), F.pad(value, (0, 0, 0, added_keys)), longer, (end, last)
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
-    """The same pairs, listed by `tile` keys; `mask` itself if its blocks are no multiple of that. Reads no value on the host."""
+    """A mask of the same pairs, listed by `tile` keys; `mask` itself if its blocks are no multiple of `tile`. Reads no value."""
     rows, columns = mask.BLOCK_SIZE
     if columns == tile or columns % tile:
         return mask

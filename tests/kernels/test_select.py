@@ -15,7 +15,7 @@ from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
 from flexmask.prepared_selection import PreparedSelection, prepare_selection
 from flexmask.select import select_blocks
-from flexmask.selection_operator import as_one_operator
+from flexmask.selection_operator import run_operator
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, lower_thresholds, sparse_cases, structured_inputs
@@ -228,7 +228,7 @@ def test_operator_takes_a_plan_that_was_made_before_the_compilation(method):
     with by_kernels():
         prepared = prepare_selection(checked.for_inputs(inputs), inputs)
         assert isinstance(prepared.method_for_steps.gamma, float) and 0 < prepared.method_for_steps.gamma < 1
-        found = as_one_operator(prepared, inputs, False, ())
+        found = run_operator(prepared, inputs, False, ())
         expected = select_blocks(prepared, inputs)
     assert all(map(torch.equal, found.lists, expected.lists))
 
@@ -239,7 +239,7 @@ def test_operator_has_the_shapes_that_it_declares(method, with_map, statistics):
     def outcome(query, key):
         inputs = attention_inputs(query, key).with_offset()
         fitted = Config(**EVERYTHING, method=method).checked_method.for_inputs(inputs)
-        found = as_one_operator(PreparedSelection(fitted, fitted, True), inputs, with_map, statistics)
+        found = run_operator(PreparedSelection(fitted, fitted, True), inputs, with_map, statistics)
         assert tuple(found.stats) == statistics
         tensors = [*found.lists, *found.stats.values(), *([] if found.keep is None else [found.keep])]
         return [(x.shape, x.dtype, x.stride()) for x in tensors]
