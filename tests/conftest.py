@@ -53,7 +53,7 @@ def _leaves_no_settings():
     yield
     adapter = sys.modules.get("flexmask.integrations.huggingface.model_config")
     if adapter is not None:
-        left, adapter._of_process = adapter._of_process, {}
+        left, adapter._process_override = adapter._process_override, {}
         assert left == {}
 
 

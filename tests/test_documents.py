@@ -101,7 +101,7 @@ def folder(tmp_path, monkeypatch):
     """A folder with the checkout's bench/ to run in; torch, methods and settings of the process are as before afterwards."""
     (tmp_path / "bench").symlink_to(ROOT / "bench")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_config, "_of_process", {})
+    monkeypatch.setattr(model_config, "_process_override", {})
     with patch.dict(flexmask.METHODS), torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled()):
         yield tmp_path
     torch._dynamo.reset()

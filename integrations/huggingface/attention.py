@@ -1,6 +1,6 @@
 """The attention function of transformers: checks a call's arguments, mask and tensors, and serves it.
 
-Decoding runs dense. The way of other calls: `attention` -> `serve` -> `_layer_call` -> `LayerCall.output` (call.py) ->
+Decoding runs dense. Other calls run through `attention` -> `serve` -> `_layer_call` -> `LayerCall.output` (call.py) ->
 `Plan.attend` (flexmask/plans.py). A compiled forward reaches `serve` through `serve_operator`.
 """
 
@@ -22,11 +22,11 @@ from flexmask.integrations.huggingface.call import serve
 from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS, SDPA, refusal
 from flexmask.integrations.huggingface.mask import GeometryMask
 from flexmask.integrations.huggingface.packed import Segments
-from flexmask.integrations.huggingface.scope import give_back
+from flexmask.integrations.huggingface.scope import restore_attention_name
 
 _UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt per batch row"
 _UNPACK_OR_BOUNDS = f"{_UNPACK}; in such a model (GPT-OSS, AFMoE) cu_seq_lens_q and cu_seq_lens_k without position_ids"
-# Arguments that change attention, and the alternative. Others from the model's forward pass (labels, lengths, flags).
+# Arguments that change attention, and the alternatives. Others come from the model's forward pass (labels, lengths, flags).
 _REFUSED = {
     **dict.fromkeys(("position_bias", "attention_bias", "alibi", "head_mask", "output_attentions", "sinks"), EAGER),
     # the last three: continuous batching, with a paged cache
@@ -49,7 +49,11 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
-    if not isinstance(attention_mask, GeometryMask) and not is_traced() and give_back(getattr(module, "config", None)):
+    if (
+        not isinstance(attention_mask, GeometryMask)
+        and not is_traced()
+        and restore_attention_name(getattr(module, "config", None))
+    ):
         scores = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         return _own_attention(module)(module, query, key, value, attention_mask, dropout=dropout, **scores, **kwargs)
     if dropout != 0:
@@ -60,7 +64,7 @@ def attention(
         mask = _checked_mask(module, is_causal, attention_mask, query, key)
         segments = _checked_segments(mask, query, kwargs)
         inputs = _checked_inputs(query, key, value, mask, scores)
-        return serve(module, inputs, mask.tokens, mask, segments), None
+        return serve(module, inputs, mask.seq_len, mask, segments), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
     inputs = _checked_inputs(query, key, value, None, scores)
@@ -74,7 +78,7 @@ def attention(
 
 
 def _own_attention(module: nn.Module) -> Any:
-    """The attention function that a model's file calls by the name in its config."""
+    """The attention function that the model's code selects by the name in its config."""
     file = sys.modules.get(type(module).__module__)
     config: Any = module.config
     functions = getattr(file, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
@@ -93,7 +97,10 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
 def _checked_inputs(
     query: Tensor, key: Tensor, value: Tensor, mask: GeometryMask | None, scores: dict[str, Any]
 ) -> AttentionInputs:
-    """Also of head sizes without a mask, which run dense. Without `mask` one row, of decoding."""
+    """Check the tensors and build the inputs. Head sizes that no mask supports are allowed, because such layers run dense.
+
+    `mask` is None for a decoding step.
+    """
     arguments = dict(scores)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
@@ -112,7 +119,7 @@ def _checked_inputs(
 def _checked_mask(
     module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
 ) -> GeometryMask:
-    """The mask of more than one row."""
+    """The `GeometryMask` of a call of more than one row; refuses other masks, and attention that is not causal."""
     causal = getattr(module, "is_causal", True)
     # a `GeometryMask` holds its own refusal: some modules (GPT-2) pass False with any mask
     if is_causal is not None and not isinstance(mask, GeometryMask):

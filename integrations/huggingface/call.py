@@ -1,4 +1,4 @@
-"""A layer's call: the settings that hold for it, dense or over kept blocks, its record."""
+"""A layer's call: finds its settings, runs it dense or over kept blocks, and records it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flexmask.stats import STATISTICS, dense_stats
 
 
 def serve(
-    module: nn.Module, inputs: AttentionInputs, tokens: int, mask: GeometryMask | None = None, segments: Segments | None = None
+    module: nn.Module, inputs: AttentionInputs, seq_len: int, mask: GeometryMask | None = None, segments: Segments | None = None
 ) -> Tensor:
     """Attention of one layer's call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim).
 
@@ -41,20 +41,20 @@ def serve(
         if MODULES_ARE_CONSTANTS:
             remember(module)
         if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
-            return _outside_the_graph(module, inputs, tokens, mask, segments)
+            return _outside_the_graph(module, inputs, seq_len, mask, segments)
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
-        seen = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-        return serve_operator(*tensors, *seen, tokens, id(module))
+        scores_and_geometry = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
+        return serve_operator(*tensors, *scores_and_geometry, seq_len, id(module))
     with without_autocast(inputs.query.device):
         forward_pass = None if mask is None else mask.forward_pass
         plans = None if forward_pass is None else forward_pass.plans.setdefault(mask, {})
-        call = _layer_call(module, inputs, tokens, forward_pass)._replace(plans=plans)
+        call = _layer_call(module, inputs, seq_len, forward_pass)._replace(plans=plans)
         out = call.output() if segments is None else call.packed_output(segments)
     return out.transpose(1, 2).contiguous()
 
 
-def _layer_call(module: nn.Module, inputs: AttentionInputs, tokens: int, forward_pass: ForwardPass | None) -> LayerCall:
+def _layer_call(module: nn.Module, inputs: AttentionInputs, seq_len: int, forward_pass: ForwardPass | None) -> LayerCall:
     """A module's call under the settings of the scope that serves it, else of the process or the config."""
     scope = scope_of(module) if forward_pass is None else forward_pass.scope(module)
     num_heads = inputs.query.shape[1]
@@ -65,13 +65,13 @@ def _layer_call(module: nn.Module, inputs: AttentionInputs, tokens: int, forward
             method = scope.methods[module] = _local_method(settings.layer_method(layer), module, num_heads)
         if scope.prompt_len is not None:
             inputs = inputs.with_fields(prompt_len=scope.prompt_len)
-        return LayerCall(inputs, tokens, forward_pass, layer, settings, method, scope.run, scope.probe)
+        return LayerCall(inputs, seq_len, forward_pass, layer, settings, method, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer = -1 if index is None else index
-    # a block's name without a block: left by an interrupt, or by a copy, before a compiled forward
+    # a block's name without a block: an interrupt or a copied config left it, and a compiled forward does not restore it
     settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
     method = _local_method(settings.layer_method(layer), module, num_heads)
-    return LayerCall(inputs, tokens, forward_pass, layer, settings, method, run)
+    return LayerCall(inputs, seq_len, forward_pass, layer, settings, method, run)
 
 
 _DENSE = PrefillSettings(dense_below=sys.maxsize)
@@ -84,7 +84,7 @@ class LayerCall(NamedTuple):
     """A layer's call in a forward pass, with the settings that hold for it."""
 
     inputs: AttentionInputs
-    tokens: int  # `GeometryMask.tokens`
+    seq_len: int  # tokens so far, `GeometryMask.seq_len`
     forward_pass: ForwardPass | None  # None in an operator
     layer: int
     settings: PrefillSettings
@@ -95,7 +95,7 @@ class LayerCall(NamedTuple):
     plans: Plans | None = None  # of the layers under its mask
 
     def output(self) -> Tensor:
-        """(batch, num_heads, q_len, v_head_dim), recorded in the run."""
+        """Attention of the call, (batch, num_heads, q_len, v_head_dim); records the call in the run."""
         if self.probe is not None:
             return self.probe(self._replace(probe=None))
         run = self.run
@@ -112,11 +112,11 @@ class LayerCall(NamedTuple):
             return
         batch, _, q_len, _ = self.inputs.query.shape
         mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
-        size = CallSize(batch, q_len, self.tokens, self.sequence)
+        size = CallSize(batch, q_len, self.seq_len, self.sequence)
         self.run.record(self.layer, attended.stats, mask, reason, self.forward_pass, size)
 
     def plan(self) -> Plan:
-        """That of the layers with the same settings and shapes."""
+        """The plan for this call, shared by layers with equal settings and shapes."""
         inputs, settings = self.inputs, self.settings
         special = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
         shapes = [(x.shape, x.dtype, x.device) for x in (inputs.query, inputs.key, inputs.value) if x is not None]
@@ -136,11 +136,11 @@ class LayerCall(NamedTuple):
         return plan_call(self.inputs, self.method.for_inputs(self.inputs), call_options, layer=self.layer)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
-        """As `output`, of the sequences of a pack in the batch rows one after the other."""
+        """As `output`, for a pack of sequences, which stand one after another in the batch rows."""
         batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs.with_fields(prompt_len=None))
         calls = [
-            self._replace(inputs=segment.slice_inputs(whole), tokens=segment.kv_len, sequence=number)
-            for number, segment in enumerate(segments)
+            self._replace(inputs=segment.slice_inputs(whole), seq_len=segment.kv_len, sequence=sequence)
+            for sequence, segment in enumerate(segments)
             if segment.q_len > 0
         ]
         reasons = [None if self.probe is not None else call.call_reason() for call in calls]
@@ -156,14 +156,16 @@ class LayerCall(NamedTuple):
         return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
     def call_reason(self) -> str | None:
+        """Return why this call runs dense whatever its method, or None."""
         query, value = self.inputs.query, self.inputs.value
         assert value is not None
         policy = self.settings.call_options.policy
         heads_reason = head_dim_reason(query.shape[3], value.shape[3], self.inputs.needs_grad)
-        return heads_reason or policy.size_reason(query.shape[2], self.tokens)
+        return heads_reason or policy.size_reason(query.shape[2], self.seq_len)
 
 
 def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with all batch rows concatenated into one."""
     if inputs.query.shape[0] == 1:
         return inputs
     tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
@@ -183,6 +185,7 @@ def _local_method(method: Method, module: nn.Module, num_heads: int) -> Method:
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:
+    """The process's rank among tensor-parallel `processes` that share a module; None if they do not share it."""
     for parameter in module.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:
@@ -204,13 +207,13 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
     "flexmask::prefill",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, float scale, float? softcap, SymInt? window, Tensor? attention_mask, "
-    "Tensor? offset, Tensor? sinks, SymInt tokens, int module) -> Tensor",
+    "Tensor? offset, Tensor? sinks, SymInt seq_len, int module) -> Tensor",
     **_TAGS,
 )
 def serve_operator(*arguments: Any) -> Tensor:
     """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
-    *inputs, tokens, module = arguments
-    return serve(module_of(module), AttentionInputs(*inputs), tokens)
+    *inputs, seq_len, module = arguments
+    return serve(module_of(module), AttentionInputs(*inputs), seq_len)
 
 
 @serve_operator.register_fake

@@ -77,15 +77,15 @@ def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
-    """Query heads by layer, of the attention modules that say so."""
+    """Query heads by layer, of the attention modules with such an attribute."""
     heads = {}
     for _, module in text_modules(model):
         layer = getattr(module, "layer_idx", None)
         # other mixers have heads of their own, and are not causal
         if isinstance(layer, int) and isinstance(getattr(module, "is_causal", None), bool):
-            number = next((n for name in _HEADS if isinstance(n := getattr(module, name, None), int)), None)
-            if number is not None:
-                heads[layer] = number
+            num_heads = next((n for name in _HEADS if isinstance(n := getattr(module, name, None), int)), None)
+            if num_heads is not None:
+                heads[layer] = num_heads
     return heads
 
 
@@ -132,8 +132,8 @@ def check_servable(model: PreTrainedModel) -> None:
         raise refusal(f"{name}, a config with output_attentions", EAGER)
 
 
-def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
-    """Number of query rows of a mask, and the position of the first, cloned: the cache may advance its own before attention."""
+def q_len_and_offset(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
+    """Number of query rows, and the position of the first, cloned since the cache may advance its own before attention."""
     positions = arguments.get("cache_position")  # before transformers 5.4
     if positions is None:
         length, offset = arguments["q_length"], arguments["q_offset"]
@@ -142,16 +142,16 @@ def rows_of_queries(arguments: dict[str, Any]) -> tuple[int, int | Tensor]:
     return length, offset.clone() if isinstance(offset, Tensor) else offset
 
 
-def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
+def classify_mask_function(mask_function: Callable[..., Any], local_size: int | None) -> tuple[bool, int | None, Tensor | None]:
     """Return whether a mask is plain causality of single or packed prompts, its window, and the ids of packed sequences.
 
     Compares the code of `mask_function` with what transformers builds. Ids, (batch or 1, q_len), come without a cache and an
-    attention_mask; before release 5 also for a single prompt, all equal. Outside of a compilation the ids of images are read: a
-    multimodal model's mask of a text is plain.
+    attention_mask; before release 5 also for a single prompt, all equal. Outside of a compilation the ids of images are read:
+    for a text a multimodal model's mask is plain.
     """
     if group_function is not None and not is_traced():
         mask_function = _without_groups(mask_function)
-    tensors = _captures(mask_function, Tensor)
+    tensors = _find_captured(mask_function, Tensor)
     for window, expected in _plain(mask_function, local_size):
         if _same(mask_function, expected):
             return True, window, None
@@ -168,18 +168,18 @@ def window_of(mask_function: Callable[..., Any], local_size: int | None) -> tupl
 
 
 def _plain(mask_function: Callable[..., Any], local_size: int | None) -> list[tuple[int | None, Callable[..., Any]]]:
-    """Windows and mask functions of single prompts that `mask_function` may be."""
+    """Windows and mask functions of single prompts, one of which `mask_function` may be."""
     if local_size is not None:
         return [(local_size, window_function(local_size))]
     # Gemma 3 and 4 build their own for images
-    windows = _captures(mask_function, int)
+    windows = _find_captured(mask_function, int)
     windowed = [(window, and_masks(causal_mask_function, sliding_window_overlay(window))) for window in windows]
     return [(None, causal_mask_function), *windowed]
 
 
 def _without_groups(mask_function: Callable[..., Any]) -> Callable[..., Any]:
     """`mask_function` without the parts that join groups of tokens, where the tensors show none."""
-    captured, code = _captured(mask_function), getattr(mask_function, "__code__", None)
+    captured, code = _closure_values(mask_function), getattr(mask_function, "__code__", None)
     if code not in (_OR, _AND) or len(captured) != 1:
         return mask_function
     parts = [_without_groups(part) for part in captured[0]]
@@ -190,10 +190,11 @@ def _without_groups(mask_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _joins_nothing(mask_function: Callable[..., Any]) -> bool:
+    """True if a function joins groups of tokens, and its ids name no group."""
     assert group_function is not None
     # -1: no group
     return any(
-        _same(mask_function, group_function(ids)) and not bool((ids >= 0).any()) for ids in _captures(mask_function, Tensor)
+        _same(mask_function, group_function(ids)) and not bool((ids >= 0).any()) for ids in _find_captured(mask_function, Tensor)
     )
 
 
@@ -205,16 +206,18 @@ def _same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(_same, left, right))
     if callable(left) and callable(right):
         code = getattr(left, "__code__", None)
-        return code is not None and code is getattr(right, "__code__", None) and _same(_captured(left), _captured(right))
+        is_same_code = code is not None and code is getattr(right, "__code__", None)
+        return is_same_code and _same(_closure_values(left), _closure_values(right))
     return isinstance(left, int) and isinstance(right, int) and left == right
 
 
-def _captures(value: Any, kind: type[_Kind]) -> list[_Kind]:
+def _find_captured(value: Any, kind: type[_Kind]) -> list[_Kind]:
+    """Values of a type that a function captures, also by the functions that it captures."""
     if isinstance(value, kind):
         return [value]
-    parts = value if isinstance(value, tuple) else _captured(value) if callable(value) else ()
-    return [captured for part in parts for captured in _captures(part, kind)]
+    parts = value if isinstance(value, tuple) else _closure_values(value) if callable(value) else ()
+    return [captured for part in parts for captured in _find_captured(part, kind)]
 
 
-def _captured(function: Any) -> tuple[Any, ...]:
+def _closure_values(function: Any) -> tuple[Any, ...]:
     return tuple(cell.cell_contents for cell in getattr(function, "__closure__", None) or ())

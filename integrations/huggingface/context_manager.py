@@ -20,7 +20,7 @@ from flexmask.integrations.huggingface.call import LayerCall
 from flexmask.integrations.huggingface.compat import check_servable, unwrapped
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.registration import NoteForward, register, switch_attention
-from flexmask.integrations.huggingface.scope import LOCK, Scope, latest, scoped_name
+from flexmask.integrations.huggingface.scope import LOCK, Scope, latest_scope, scoped_name
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
 from flexmask.locking import locked
 from flexmask.method import UnknownOption
@@ -30,7 +30,7 @@ _log = logging.getLogger("flexmask")
 
 
 class _Exit:
-    """What a ``with`` statement calls at its end. It alone holds the scope strongly: once it is dropped, the scope is closed.
+    """What a ``with`` statement calls at its end. Only it holds the scope strongly: once it is dropped, the scope is closed.
 
     1. ``with`` looks up ``__exit__``: `_ExitOfEachBlock` makes an exit, which the statement holds to its end, and others weakly.
     2. ``with`` calls ``__enter__``, which finds this exit in `_LATEST_EXIT`, gives it a new scope and opens that.
@@ -51,7 +51,7 @@ class _Exit:
         scope = self.scope
         if scope is None:
             # by hand: the latest of this thread or task, or one handed over to it
-            scope = latest(manager._by_hand)
+            scope = latest_scope(manager._by_hand)
             manager._by_hand.remove(scope)
         scope.close()
         _report(scope, has_failed=error is not None)
@@ -61,9 +61,9 @@ class _ExitOfEachBlock:
     """Descriptor for ``__exit__``, which makes an exit at each lookup."""
 
     def __get__(self, manager: sparse_prefill | None, kind: type | None = None) -> _Exit:
-        made = _Exit(manager)
-        _LATEST_EXIT.set(ref(made))
-        return made
+        leave = _Exit(manager)
+        _LATEST_EXIT.set(ref(leave))
+        return leave
 
 
 # of the current thread or task; weak, or it would hold the scope
@@ -176,7 +176,7 @@ class sparse_prefill(ContextDecorator):
 
 @contextmanager
 def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[LayerCall], Tensor] | None = None) -> Iterator[Scope]:
-    """A scope that records in `run`; `probe` serves its prefill calls."""
+    """Open a scope that records in `run`; `probe` serves its prefill calls."""
     register()
     scope = Scope(model, run, probe)
     _open(scope)
@@ -198,7 +198,7 @@ def _open(scope: Scope) -> None:
 
 
 def _report(scope: Scope, has_failed: bool) -> None:
-    """Say at the end of a block what ran dense, which options were not used, and that no layer was reached."""
+    """Log at the end of a block what ran dense and which options were not used; warn if no layer was reached."""
     run = scope.run
     summary = run.dense_summary()
     if summary is not None:

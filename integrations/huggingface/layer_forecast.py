@@ -28,7 +28,7 @@ from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexmask_layer_forecast"
-_READ = 256  # tokens, enough for models that add a key per some of them
+_READ = 256  # tokens that the forward reads; enough for models that add a key per group of tokens
 
 
 class LayerForecast(NamedTuple):
@@ -37,7 +37,7 @@ class LayerForecast(NamedTuple):
     layer: int
     # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
     outcome: str
-    reason: str  # for another outcome than sparse
+    reason: str  # why the outcome is not sparse
     # None without an attention call
     heads: int | None = None
     kv_heads: int | None = None
@@ -85,35 +85,35 @@ def layer_forecast(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
     # kernels for experts take no other dtype
     model = model.eval().to(torch.bfloat16)
-    number = getattr(text_config(model), "num_hidden_layers", 0)
+    num_layers = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method=method, settings=settings, **options), collect_stats=False)
     longest = learned_positions(model)
     if longest is not None and tokens > longest:
         beyond = f"{tokens:,} tokens exceed the {longest:,} positions that the model has learned"
-        return [LayerForecast(layer, REFUSED, beyond) for layer in range(number)]
+        return [LayerForecast(layer, REFUSED, beyond) for layer in range(num_layers)]
     forecaster, error = _Forecaster(tokens, torch.zeros((), device=device, dtype=dtype)), None
     forecasts = forecaster.layers
-    # most models need only shapes with a mask, some others without one
+    # most models need only shapes if there is a mask, some only without one
     for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
         forecasts.clear()
         error = _follow(model, run, forecaster, arguments)
-        if error is None or len(forecasts) == number or _is_refusal(error):
+        if error is None or len(forecasts) == num_layers or _is_refusal(error):
             break
-    if error is not None and len(forecasts) < number:
+    if error is not None and len(forecasts) < num_layers:
         line = one_line(error)
         if not _is_refusal(error):
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
         # the model's code reads more of the mask than it holds
-        forecasts |= {layer: LayerForecast(layer, REFUSED, line) for layer in range(number) if layer not in forecasts}
+        forecasts |= {layer: LayerForecast(layer, REFUSED, line) for layer in range(num_layers) if layer not in forecasts}
     kinds = getattr(text_config(model), "layer_types", None) or ()
-    for layer in range(number):
+    for layer in range(num_layers):
         what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
         forecasts.setdefault(layer, LayerForecast(layer, UNREACHED, what))
     return [forecasts[layer] for layer in sorted(forecasts)]
 
 
 class _Forecaster:
-    """Probe of a scope that notes what every layer's call would do at full length."""
+    """A scope's probe, which notes what every layer's call would do at full length."""
 
     def __init__(self, tokens: int, stand_in: Tensor) -> None:
         self.tokens, self.stand_in = tokens, stand_in
@@ -141,11 +141,11 @@ def _attention(
         tokens = forecaster.tokens
         shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]
         mask = GeometryMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
-    given = [forecaster.stand_in.expand(shape) for shape in shapes]
+    stand_ins = [forecaster.stand_in.expand(shape) for shape in shapes]
     if isinstance(arguments.get("s_aux"), Tensor):
         arguments["s_aux"] = forecaster.stand_in.expand(arguments["s_aux"].shape)
     try:
-        attention(module, given[0], given[1], given[2], mask, **arguments)
+        attention(module, stand_ins[0], stand_ins[1], stand_ins[2], mask, **arguments)
     except (NotImplementedError, ValueError) as error:
         layer = scope.layer_of(module)
         forecaster.layers[layer] = LayerForecast(layer, REFUSED, str(error), query.shape[1], key.shape[1], query.shape[3])
@@ -154,7 +154,7 @@ def _attention(
 
 def _follow(model: PreTrainedModel, run: PrefillRun, forecaster: _Forecaster, arguments: dict[str, Any]) -> Exception | None:
     """Run the forward on the meta device; return what it raised."""
-    # functions without state, which stay
+    # these stay registered; they have no state
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, lambda **arguments: geometry_mask(**arguments | {"attention_mask": None}))
     ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")

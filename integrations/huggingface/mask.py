@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from flexmask._torch import is_readable, is_traced
-from flexmask.integrations.huggingface.compat import rows_of_queries, window_of
+from flexmask.integrations.huggingface.compat import classify_mask_function, q_len_and_offset
 from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, Segments, segments_of_ids
-from flexmask.integrations.huggingface.scope import Scope, give_back, scope_of
+from flexmask.integrations.huggingface.scope import Scope, restore_attention_name, scope_of
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
 _COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
@@ -29,7 +29,7 @@ class MaskNotServed(NotImplementedError, AttributeError):
 
 
 class ForwardPass:
-    """A forward pass as the layers under one mask see it: what they share. A model makes a mask for each kind of its layers."""
+    """What the layers under one mask share in a forward pass. A model makes one mask for each kind of its layers."""
 
     def __init__(self) -> None:
         self._served = False
@@ -40,7 +40,7 @@ class ForwardPass:
         return ForwardPass, ()
 
     def scope(self, module: nn.Module) -> Scope | None:
-        """That of the first layer, also where a backward runs checkpointed layers again."""
+        """The scope that served the first layer; also returned when backward recomputes checkpointed layers."""
         if not self._served:
             scope = scope_of(module)
             self._served, self._scope = True, None if scope is None else ref(scope)
@@ -55,10 +55,11 @@ class ForwardPass:
 class GeometryMask(BlockMask):
     """The geometry of a forward pass; a BlockMask only to pass through transformers unchanged.
 
-    Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`, those of another
-    attention after the block too. `offset` is the position of the first row among the keys: an int, or a 0-d integer tensor where
-    only the device has it. `attention_mask` is (batch, kv_len) bool, True = token. `tokens` counts the tokens so far, including
-    this call's; with a StaticCache, whose length is on the device, those of the padding mask, or without one of this call.
+    Heads and contiguous rows can be sliced: ``mask[:, heads, rows, :]``. Other uses raise `MaskNotServed`, also those by another
+    attention after the block. `offset` is the position of the first row among the keys: an int, or a 0-d integer tensor where
+    only the device has it. `attention_mask` is (batch, kv_len) bool, True = token. `seq_len` is the number of tokens so far,
+    including this call's; with a StaticCache, whose length is on the device, that of the padding mask, or without one that of
+    this call.
     """
 
     _config: Any = None
@@ -71,14 +72,14 @@ class GeometryMask(BlockMask):
         attention_mask: Tensor | None = None,
         window: int | None = None,
         refusal: str | None = None,
-        tokens: int | None = None,
+        seq_len: int | None = None,
         segments: Segments | None = None,
         config: Any = None,
     ) -> None:
         # without BlockMask.__init__, which needs lists
         self._shape = shape  # (batch, 1, q_len, kv_len)
         self._config, self._made_for = config, getattr(config, "_attn_implementation", None)
-        self.tokens = tokens if tokens is not None else shape[2] + (offset if isinstance(offset, int) else 0)
+        self.seq_len = seq_len if seq_len is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments  # packed sequences, in tokens of all batch rows concatenated
         # shared by all layers, also under slices of this mask
@@ -161,15 +162,15 @@ class GeometryMask(BlockMask):
         )
 
     def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> GeometryMask:
-        mask = GeometryMask(shape, offset, attention_mask, self.window, self.refusal, self.tokens, self.segments, self._config)
+        mask = GeometryMask(shape, offset, attention_mask, self.window, self.refusal, self.seq_len, self.segments, self._config)
         mask._made_for = self._made_for
         mask.forward_pass, mask.packed, mask.bounds = self.forward_pass, self.packed, self.bounds
         return mask
 
 
 def mask_for_transformers(*, config: Any = None, **arguments: Any) -> Any:
-    """The mask function of transformers: `geometry_mask`, or that of the model's own attention where no block is open."""
-    if not is_traced() and give_back(config):
+    """The mask function for transformers: `geometry_mask`, or that of the model's own attention if no block is open."""
+    if not is_traced() and restore_attention_name(config):
         own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
         return None if own is None else own(config=config, **arguments)
     return geometry_mask(config=config, **arguments)
@@ -186,13 +187,13 @@ def geometry_mask(
     config: Any = None,
     **arguments: Any,
 ) -> GeometryMask | Tensor | None:
-    """The mask of a forward pass, of a single row that of SDPA; ValueError if `attention_mask` ends before the last query row."""
-    q_len, first = rows_of_queries(arguments)
+    """The mask of a forward pass; for a single row SDPA's. ValueError if `attention_mask` ends before the last query row."""
+    q_len, first = q_len_and_offset(arguments)
     if q_len == 1:
         keys = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
         named = {"batch_size": batch_size, "local_size": local_size, "config": config}
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**keys, **named, **arguments)
-    # a first row on a device is not waited for
+    # do not wait for a first row that is on a device
     known_first = _int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not is_traced():
         expected = (batch_size, known_first + q_len)
@@ -201,27 +202,28 @@ def geometry_mask(
     shape = (batch_size, 1, q_len, kv_length)
     # as many rows as keys: the first row stands at the first key
     offset = 0 if q_len == kv_length else _int_if_known(first - kv_offset)
-    is_known, window, ids = window_of(mask_function, local_size)
+    is_known, window, ids = classify_mask_function(mask_function, local_size)
     if not is_known or (ids is not None and is_traced()):
         return GeometryMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
     if ids is not None:
         # without a cache and without padding
         return GeometryMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)
-    tokens = None
+    seq_len = None
     if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):
-        tokens = min(kv_length, attention_mask.shape[1] - kv_offset)
-    return GeometryMask(shape, offset, _of_keys(attention_mask, kv_length, kv_offset), window, tokens=tokens, config=config)
+        seq_len = min(kv_length, attention_mask.shape[1] - kv_offset)
+    padding = _key_padding_mask(attention_mask, kv_length, kv_offset)
+    return GeometryMask(shape, offset, padding, window, seq_len=seq_len, config=config)
 
 
 def _int_if_known(number: int | Tensor) -> int | Tensor:
-    """`number` as an int on CPUs, where that does not wait."""
+    """`number` as an int if it is on a CPU, where reading it does not wait."""
     if type(number) is Tensor and number.device.type == "cpu" and not is_traced():
         return int(number)
     return number
 
 
-def _of_keys(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
-    """The padding mask of the keys, which may be fewer or more than the prompt's; None without padding."""
+def _key_padding_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
+    """The padding mask, (batch, kv_length); there may be fewer or more keys than the prompt has. None without padding."""
     if attention_mask is None or (is_readable(attention_mask) and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset

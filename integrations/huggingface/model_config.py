@@ -1,4 +1,4 @@
-"""The options that hold for a model: named ones, the process's, those that `configure` wrote into its config."""
+"""The settings of a model: named options over those of the process, over those that `configure` wrote into its config."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from flexmask.settings import (
     saved_settings,
 )
 
-_of_process: SettingsOverride = {}
+_process_override: SettingsOverride = {}  # from `register`, over the models' configs
 
 
 def set_process_settings(named: SettingsOverride) -> None:
-    """Use these settings, or keywords, in the whole process; none leave those that it has."""
-    global _of_process
+    """Use these settings, or keywords, in the whole process; without any those that it has stay."""
+    global _process_override
     if not isinstance(named, PrefillSettings):
         checked = apply_override(PrefillSettings(), named)
         # copies, which the caller cannot change
         copies = {**vars(checked), **checked.options}
-        named = {name: copies[name] for name in named} or _of_process
-    _of_process = named
+        named = {name: copies[name] for name in named} or _process_override
+    _process_override = named
 
 
 def settings_for(config: Any, named: SettingsOverride | None = None) -> PrefillSettings:
     """The defaults, those in the config, the process's and the named ones, merged in this order."""
     if isinstance(named, PrefillSettings):
         return named
-    return apply_override(_with_process(saved_in(config) or default_settings()), named or {})
+    return apply_override(_with_process(cached_saved_settings(config) or default_settings()), named or {})
 
 
 _merged: tuple[PrefillSettings, SettingsOverride, PrefillSettings] | None = None  # the latest of `_with_process`
 
 
 def _with_process(base: PrefillSettings) -> PrefillSettings:
-    """The process's settings over `base`, the same object from layer to layer, by which plans know them."""
+    """The process's settings over `base`. Returns the same object for every layer, as plans are shared by its id."""
     global _merged
-    latest, process = _merged, _of_process
-    if latest is None or latest[0] is not base or latest[1] is not process:
-        latest = _merged = (base, process, apply_override(base, process))
-    return latest[2]
+    cached, process = _merged, _process_override
+    if cached is None or cached[0] is not base or cached[1] is not process:
+        cached = _merged = (base, process, apply_override(base, process))
+    return cached[2]
 
 
-def saved_in(config: Any) -> PrefillSettings | None:
-    """`saved_settings`, read again after changes only: calls without a block ask in every layer."""
+def cached_saved_settings(config: Any) -> PrefillSettings | None:
+    """`saved_settings` of a config, read again only after changes: without a block every layer asks for them."""
     saved = getattr(config, CONFIG_KEY, None)
     if saved is None:
         return None
@@ -67,16 +67,16 @@ def saved_in(config: Any) -> PrefillSettings | None:
     return entry.saved[2]
 
 
-def shaped_config(model: PreTrainedModel) -> tuple[Any, dict[int, int]]:
-    """The `text_config`, and the heads of the model's layers, which are kept with it."""
+def config_and_heads(model: PreTrainedModel) -> tuple[Any, dict[int, int]]:
+    """The model's `text_config`, and the query heads of its layers, which are kept in the config's entry."""
     config = text_config(model)
     heads = entry_of(config).heads = heads_of_layers(model)
     return config, heads
 
 
 def model_settings(model: PreTrainedModel, **named: Any) -> PrefillSettings:
-    """`settings_for` a model, checked for it; `named` as in `named_settings`."""
-    config, heads = shaped_config(model)
+    """The settings of a model, checked against it; `named` as in `named_settings`."""
+    config, heads = config_and_heads(model)
     chosen = settings_for(config, named_settings(**named))
     chosen.check_model(config, heads)
     return chosen
@@ -116,7 +116,7 @@ def configure(
     >>> model.config.flexmask_config
     {'dense_layers': [0], 'gamma': 0.8}
     """
-    config, heads = shaped_config(unwrapped(model))
+    config, heads = config_and_heads(unwrapped(model))
     written = apply_override(PrefillSettings(), named_settings(method, settings, **options))
     written.check_model(config, heads)
     setattr(config, CONFIG_KEY, written.to_dict())

@@ -1,4 +1,4 @@
-"""The beginnings of packed sequences: by ids, by bounds, or by positions that restart."""
+"""Finds packed sequences: by ids, by bounds, or by positions that restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Segments = tuple[Segment, ...]
 
 
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
-    """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None where each row is one. Waits."""
+    """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None if each row is one. Waits for the device."""
     if is_fake(ids):  # the shapes are the same
         return None
     length = ids.shape[1]
@@ -45,7 +45,7 @@ class GivenBounds:
 
 
 class PackedCheck:
-    """Detects positions that restart, without waiting: on CUDA later layers poll the copy that the first one starts."""
+    """Detects positions that restart, without waiting: on CUDA the first layer starts a copy, which later layers poll."""
 
     def __init__(self) -> None:
         self._answer: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The names under which transformers finds flexmask: ``"flexmask"``, and those that blocks write into configs.
+"""Registers flexmask in transformers as ``"flexmask"``, and under the names that blocks write into configs.
 
 A forward calls `mask_for_transformers` (mask.py) for its kinds of layers, then each layer calls `attention` (attention.py).
 """
@@ -74,7 +74,7 @@ def register(
 
 
 def switch_attention(model: PreTrainedModel) -> None:
-    """Write the name of a block's attention into the `text_config`, which must be one that the model reads."""
+    """Write the name of a block's attention into the `text_config`. ValueError if the model does not read it there."""
     config, part = text_config(model), text_model(model)
     own, name = config._attn_implementation, scoped_name(config)
     register_name(name)
@@ -86,8 +86,8 @@ def switch_attention(model: PreTrainedModel) -> None:
 
 
 def register_name(name: str) -> None:
-    """Have transformers find flexmask under this name."""
-    # masks before attention, which would get none without
+    """Register flexmask in transformers under this name."""
+    # masks before attention, which would get no mask otherwise
     AttentionMaskInterface.register(name, mask_for_transformers)
     AttentionInterface.register(name, attention)
     # the objects in which models look up names, and where other libraries put wrappers
@@ -113,8 +113,8 @@ class NoteForward:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if is_traced():
             return
-        given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-        tokens = next((value for value in given if isinstance(value, Tensor)), None)
+        candidates = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        tokens = next((value for value in candidates if isinstance(value, Tensor)), None)
         if tokens is not None and tokens.ndim > 1 and tokens.shape[1] <= 1:  # decoding
             return
         scope = scope_of(module)
@@ -123,7 +123,7 @@ class NoteForward:
 
 
 def _warn_of_wrappers() -> None:
-    """Name other libraries' functions in the places of transformers' own, as kvpress installs for AdaKV."""
+    """Warn if other libraries replaced transformers' own functions, as kvpress does for AdaKV."""
     functions = [each.get(name) for each in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for name in _WRAPPED]
     homes = {_home(function) for function in functions if function is not None}
     others = sorted(home for home in homes if home.partition(".")[0] not in ("transformers", "flexmask"))

@@ -1,8 +1,8 @@
 """The open `sparse_prefill` blocks, and which of them serves a call.
 
-transformers and compiled forwards choose attention by the name in a model's config. So a block writes a name there, which holds
-that of the model's own attention, and nothing else. Nothing depends on its being taken back: without an open scope the next
-forward writes the own name again where it makes its masks (`give_back`), and a compiled one runs dense.
+transformers selects attention by the name in a model's config. Opening a block replaces that name with one that encodes the
+original. Cleanup is not required for correctness: once no scope is open, the next forward restores the original name
+(`restore_attention_name`), and a compiled forward runs dense.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFIX = f"{NAME}:"
 
 
 class Scope:
-    """One open `sparse_prefill` block. It is open until it is closed, or until nobody holds it: after an interrupt."""
+    """One open `sparse_prefill` block. It is open until it is closed, or after an interrupt until nothing holds it."""
 
     def __init__(
         self, model: PreTrainedModel, run: PrefillRun, probe: Callable[..., Tensor] | None = None, prompt_len: int | None = None
@@ -56,9 +56,10 @@ class Scope:
 
     @locked(LOCK)
     def close(self) -> None:
+        """Stop serving calls; the model's own attention returns unless another scope is open."""
         self.closed = True
         self._unhook()
-        give_back(self.config)
+        restore_attention_name(self.config)
 
     def layer_of(self, module: nn.Module) -> int:
         """The module's `layer_idx`, else its place by first call among the modules without one."""
@@ -71,17 +72,17 @@ _OPENED_HERE: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_h
 
 
 class _Entry:
-    """A config or module: the scopes that serve it; of a config also what `model_config` keeps."""
+    """What is known of a config or module: the scopes that serve it, and of a config what `model_config` keeps."""
 
     def __init__(self, part: Any) -> None:
-        number, drop = id(part), _ENTRIES.pop
-        self.part: Callable[[], Any] = ref(part, lambda _: drop(number, None))
+        part_id, drop = id(part), _ENTRIES.pop
+        self.part: Callable[[], Any] = ref(part, lambda _: drop(part_id, None))
         self.scopes: tuple[ref[Scope], ...] = ()
         self.heads: Mapping[int, int] = {}  # query heads by layer, of the modules of the config's model
         self.saved: tuple[Any, Any, Any] | None = None  # a copy of the saved settings, the heads, and the settings as read
 
 
-# by id, since configs are not hashable and operators take no modules; an entry goes with its part
+# by id, since configs are not hashable and operators take no modules; an entry is dropped with its config or module
 _ENTRIES: dict[int, _Entry] = {}
 
 
@@ -98,44 +99,47 @@ def open_scopes(part: Any) -> list[Scope]:
 
 
 def scope_of(module: nn.Module) -> Scope | None:
-    """The scope that serves a call of a module, if one is open: on a model that has it, else on one with its config."""
+    """The open scope that serves a call of a module: of a model that contains it, else of one with its config."""
     # torch.nn.DataParallel calls copies of modules
     scopes = open_scopes(module) or open_scopes(getattr(module, "config", None))
-    return latest(scopes) if scopes else None
+    return latest_scope(scopes) if scopes else None
 
 
-def latest(scopes: Sequence[Scope]) -> Scope:
+def latest_scope(scopes: Sequence[Scope]) -> Scope:
     """The scope that the current thread or task opened last, else the last."""
     return next((scope for opened in reversed(_OPENED_HERE.get()) if (scope := opened()) in scopes), None) or scopes[-1]
 
 
-def module_of(number: int) -> nn.Module:
-    """The module of an id, which `remember` or an open scope keeps."""
-    module: nn.Module = _ENTRIES[number].part()
+def module_of(module_id: int) -> nn.Module:
+    """The module with this id, which `remember` or an open scope has entered."""
+    module: nn.Module = _ENTRIES[module_id].part()
     return module
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def remember(module: nn.Module) -> None:
-    """Let `module_of` find a module; runs while torch.compile traces. Torch before 2.13 passes no modules."""
+    """Enter a module for `module_of`, while torch.compile traces; before 2.13 torch passes no modules to such functions."""
     entry_of(module)
 
 
 def scoped_name(config: Any) -> str:
-    """The name that a block writes into a config: the one that is there if flexmask serves it, else one that holds it."""
+    """The name that a block writes into a config: the present one if it is flexmask's, else one that encodes it."""
     own = config._attn_implementation
     # transformers takes every name with "flash" for one of its own kernels
     return own if own == NAME or is_scoped(config) else _PREFIX + (own or "").swapcase()
 
 
 def is_scoped(config: Any) -> bool:
-    """True for a config in which a block has written its name."""
+    """True for a config into which a block has written its name."""
     return str(getattr(config, "_attn_implementation", None)).startswith(_PREFIX)
 
 
 @locked(LOCK)
-def give_back(config: Any) -> bool:
-    """Write a model's own attention into its config if no scope is open; True if another was there."""
+def restore_attention_name(config: Any) -> bool:
+    """If no scope is open, write the name of the model's own attention back into its config.
+
+    Returns True if the config was changed.
+    """
     if not is_scoped(config) or open_scopes(config):
         return False
     # the property would set the name of all parts, where other scopes may be open

@@ -37,7 +37,7 @@ class CallSize(NamedTuple):
 
     batch: int = 0
     q_len: int = 0
-    kv_len: int = 0  # `GeometryMask.tokens`
+    kv_len: int = 0  # tokens so far, `GeometryMask.seq_len`
     sequence: int = 0  # in a pack
 
     @property

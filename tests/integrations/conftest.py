@@ -38,7 +38,7 @@ def fresh_process(monkeypatch):
 
     from flexmask.integrations.huggingface import model_config
 
-    monkeypatch.setattr(model_config, "_of_process", {})
+    monkeypatch.setattr(model_config, "_process_override", {})
     with contextlib.ExitStack() as stack:
         for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for mapping in (functions._local_mapping, functions._global_mapping):

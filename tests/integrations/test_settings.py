@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask import METHODS
 from flexmask.integrations.huggingface.layer_forecast import layer_forecast
-from flexmask.integrations.huggingface.model_config import saved_in, settings_for
+from flexmask.integrations.huggingface.model_config import cached_saved_settings, settings_for
 from flexmask.settings import PrefillSettings
 from tests.integrations.common import SPARSE, is_untouched
 
@@ -184,13 +184,13 @@ def test_an_unknown_keyword_is_told_all_that_there_are(model):
 def test_settings_in_a_config_are_parsed_once_and_after_changes():
     config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4)
     config.flexmask_config = {"gamma": [0.5, 0.6, 0.7, 0.8]}
-    assert saved_in(config) is saved_in(config)
+    assert cached_saved_settings(config) is cached_saved_settings(config)
     config.flexmask_config["gamma"][2] = 0.9
-    assert saved_in(config).options["gamma"] == (0.5, 0.6, 0.9, 0.8)
+    assert cached_saved_settings(config).options["gamma"] == (0.5, 0.6, 0.9, 0.8)
     config.num_attention_heads = 8
     with pytest.raises(ValueError, match="gamma must hold one number for each of query's 8 heads"):
-        saved_in(config)
+        cached_saved_settings(config)
     config.flexmask_config = {"gamma": 0.9}
-    assert saved_in(config).options == {"gamma": 0.9}
+    assert cached_saved_settings(config).options == {"gamma": 0.9}
     del config.flexmask_config
-    assert saved_in(config) is None
+    assert cached_saved_settings(config) is None

@@ -47,7 +47,7 @@ def test_a_mask_that_need_not_move_is_the_same_object():
 
 
 def test_settings_of_the_process_are_one_object_for_all_layers(monkeypatch):
-    monkeypatch.setattr(model_config, "_of_process", {})
+    monkeypatch.setattr(model_config, "_process_override", {})
     config = model_of("Llama").config
     for gamma in (0.5, 0.6):
         flexmask_hf.register(gamma=gamma)
