@@ -1,4 +1,4 @@
-"""One request's chunk in a step: its rows, its keys and values, and its attention, by a plan that layers share."""
+"""One request's chunk in a step: its rows, its keys and values, and its attention by a plan that layers share."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flexmask.plans import Plan, plan_call
 class SparseRequest:
     """A request of a step whose chunk runs sparse."""
 
-    batch_index: int  # in the block table too
+    batch_index: int  # of the step's requests, also in the block table
     start: int  # rows of the packed batch
     stop: int
     seq_len: int  # tokens so far, including this chunk
-    prompt_len: int | None = None  # tokens of its prompt; None: no more
+    prompt_len: int | None = None  # tokens of its prompt; None: the chunk ends it
     gamma: float | None = None  # the request's; None: the server's
-    # of its attention, by kind of layer (`attend_chunk`)
+    # by kind of layer (`attend_chunk`)
     plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
     @property
@@ -42,7 +42,7 @@ def attend_chunk(
 ) -> AttentionResult:  # fmt: skip
     """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
 
-    `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, tokens, head_dim), `sinks`
+    `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, seq_len, head_dim), `sinks`
     (num_heads,). Layers of one kind share the plan of a `request`; None: the chunk ends its prompt, and its plan is not kept.
     The output is (rows, num_heads, v_head_dim).
     """
@@ -55,19 +55,19 @@ def attend_chunk(
         goes_on = prompt_len is not None and prompt_len > key.shape[1]  # else it has no effect
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
         inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len if goes_on else None, **geometry)
-        # the split of the step has decided about lengths
+        # the split of the step has already decided by length
         plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
         if request is not None:
             plan = request.plans[kind] = plan.without_tensors().with_replay()
     else:
-        # of one chunk and one kind of layer: as planned
+        # one chunk and one kind of layer: the inputs fit the plan
         inputs = plan.inputs.with_fields(query=tensors[0], key=tensors[1], value=tensors[2], sinks=sinks)
     attended = plan.attend(inputs, statistics, with_counts=with_counts)
     return attended._replace(out=attended.out[0].transpose(0, 1))
 
 
 def concat_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | None = None, skipped: int = 0) -> Tensor:
-    """Concatenates a request's cached keys or values with its chunk's; (num_kv_heads, tokens, head_dim), contiguous.
+    """Concatenate a request's cached keys or values with its chunk's; contiguous (num_kv_heads, seq_len, head_dim).
 
     `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
     and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.

@@ -1,4 +1,4 @@
-"""Counts sparse and dense prefill tokens, the density, and heads that keep little, of an engine process."""
+"""Counts an engine process's sparse and dense prefill tokens, its density, and the heads that keep little."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCa
 from flexmask.integrations.record.summary import summary_of
 from flexmask.integrations.serving.layers import SparseLayer
 
-IN_SOME_STEPS = ("density", "coverage", "least_row_coverage")  # statistics of the first sparse step after each log
-_MOST_COUNTS = 64  # tensors of kept blocks that wait to be summed
+SAMPLED_STATISTICS = ("density", "coverage", "least_row_coverage")  # of the first sparse step after each log
+_MOST_COUNTS = 64  # tensors of kept blocks to collect before they are summed
 
 
 class Counters:
@@ -31,17 +31,17 @@ class Counters:
         self.dense_tokens = 0
         self._kept_pairs: float | Tensor = 0.0  # of sparse calls; a number until lists are counted
         self._pairs = 0
-        self._counts: dict[float, list[Tensor]] = {}  # to be added, by the pairs that a kept block stands for
+        self._counts: dict[float, list[Tensor]] = {}  # to be summed, by the number of pairs that a kept block stands for
         self._metric: Any = None
         self._logger: logging.Logger | None = None
         self._log_every = 0.0
         self._logged = time.monotonic()
         self._warned: set[str] = set()
-        self._heads: dict[int, LayerTotals] = {}  # by layer, of the steps in which heads are looked at
-        self._looks_next, self._looks = True, False
+        self._heads: dict[int, LayerTotals] = {}  # by layer, of the steps that sample heads
+        self._samples_heads_next, self._samples_heads = True, False
 
     def reset(self) -> None:
-        """Count from zero; the exported metric goes on."""
+        """Set the counts to zero, except those of the exported metric."""
         with self._lock:
             self.steps = self.sparse_tokens = self.dense_tokens = self._pairs = 0
             self._kept_pairs, self._counts, self._heads = 0.0, {}, {}
@@ -51,7 +51,7 @@ class Counters:
         with self._lock:
             self.steps += bool(sparse)
             if sparse:
-                self._looks, self._looks_next = self._looks_next, False
+                self._samples_heads, self._samples_heads_next = self._samples_heads_next, False
             self.sparse_tokens += sparse
             self.dense_tokens += dense
             if self._metric is not None:
@@ -62,27 +62,27 @@ class Counters:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """The statistics that calls of this step compute."""
-        return IN_SOME_STEPS if self._looks else ()
+        """The statistics that this step's calls compute."""
+        return SAMPLED_STATISTICS if self._samples_heads else ()
 
-    def add_call(self, layer: SparseLayer, attended: AttentionResult, rows: int, tokens: int, names_heads: bool = True) -> None:
-        """Add the density of a call's last `rows` of `tokens`, by its pairs, without waiting.
+    def add_call(self, layer: SparseLayer, attended: AttentionResult, rows: int, seq_len: int, names_heads: bool = True) -> None:
+        """Add the density of a call of `rows` at the end of `seq_len` tokens, weighted by its pairs, without waiting.
 
-        `names_heads`: the log may name its heads that keep little.
+        With `names_heads` the log may name its heads that keep little.
         """
-        pairs, counts = CallSize(1, rows, tokens).pairs, attended.counts
+        pairs, counts = CallSize(1, rows, seq_len).pairs, attended.counts
         with self._lock:
             self._pairs += pairs
             if counts:
-                visible = visible_blocks(rows, tokens, layer.method.block_size, layer.window)
+                visible = visible_blocks(rows, seq_len, layer.method.block_size, layer.window)
                 lists = sum(of_group.shape[1] for of_group in counts) // 2
                 self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
             else:
                 self._kept_pairs = self._kept_pairs + pairs
             if sum(map(len, self._counts.values())) >= _MOST_COUNTS:
                 self._add_counts()
-            if names_heads and self._looks and attended.stats is not None:
-                self._heads.setdefault(layer.number, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
+            if names_heads and self._samples_heads and attended.stats is not None:
+                self._heads.setdefault(layer.layer_index, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
 
     def _add_counts(self) -> None:
         # together: a launch per layer would take longer than the sum
@@ -92,7 +92,7 @@ class Counters:
 
     @property
     def density(self) -> float | None:
-        """Kept share over all sparse calls. Waits for the device."""
+        """Kept share of the pairs of all sparse calls, None before the first. Waits for the device."""
         with self._lock:
             self._add_counts()
             kept, pairs = self._kept_pairs, self._pairs
@@ -109,7 +109,7 @@ class Counters:
         self._logger, self._log_every = logger, seconds
 
     def log(self) -> None:
-        """Log the report now if `log_to` was called; the first time that heads keep little also these."""
+        """Log the report now if `log_to` was called; also log heads that keep little, once."""
         if self._logger is None:
             return
         self._logged = time.monotonic()
@@ -117,15 +117,15 @@ class Counters:
         low = None if "heads" in self._warned else self.low_heads()
         if low is not None:
             self._warn_once("heads", f"flexmask: {low}")
-        self._looks_next = "heads" not in self._warned
+        self._samples_heads_next = "heads" not in self._warned
 
     def low_heads(self) -> str | None:
-        """The heads that keep little, as in the summary of a run; None without any. Waits for the device."""
+        """The warning of `RunSummary` about heads that keep little, or None. Waits for the device."""
         with self._lock:
             return summary_of(self._heads, "", 0, 0, 0, 0).warning
 
     def warn_once(self, reason: str) -> None:
-        """Log why prompts that may run sparse run stock, once per reason."""
+        """Log once per reason why prompts that could run sparse run stock."""
         self._warn_once(reason, f"flexmask: attention runs stock: {reason}")
 
     def _warn_once(self, kind: str, line: str) -> None:

@@ -1,4 +1,4 @@
-"""One model in one process of an engine: what the plug-ins of all engines have in common."""
+"""What the plug-ins of all engines share: the state of one model in one process of an engine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from flexmask.integrations.serving.options import ServingOptions
 from flexmask.integrations.serving.split import StepRequests, StepSplit, split_step
 from flexmask.integrations.serving.startup import reserve, roles_line, warm_up
 
-StockBase: Any = object  # base of the mixins where types are checked, without the engines installed
+StockBase: Any = object  # the mixins' base for mypy, which runs without the engines
 
 
 class Engine:
-    """The options, roles and counts of a model's attention layers.
+    """The options, counters and roles of a model's attention layers.
 
     An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `reserve` while memory is measured, `split`
     in each step, `count_step` in each layer that it may serve, and `attend` for each sparse request; other rows go to its
@@ -42,10 +42,10 @@ class Engine:
         self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype, kernel: str,
         policy: DensePolicy | None = None, is_first: bool = True,
     ) -> None:  # fmt: skip
-        """Log the roles and compile, in the grad mode of requests.
+        """Log the roles and compile, in the grad mode in which requests run.
 
-        `largest` is the last chunk of the longest prompt, its rows and tokens; `kernel` the engine's name of its own; `is_first`
-        the rank that logs.
+        `largest` is the last chunk of the longest prompt, as its rows and the tokens so far; `kernel` is the engine's name of
+        its own kernel; with `is_first` this rank logs.
         """
         policy = policy or self.options.policy
         reason = policy.size_reason(*largest)
@@ -62,19 +62,19 @@ class Engine:
             self.counters.log_to(self._log, self.options.log_every)
 
     def reserve(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Make the largest call, on CUDA, to have its memory measured."""
+        """Make the largest call on CUDA, while the engine measures memory."""
         if self.sparse_layers:
             reserve(self.sparse_layers, largest, device, dtype, self.options.count_density)
 
     def split(self, requests: StepRequests, reason: str | None = None, policy: DensePolicy | None = None) -> StepSplit:
-        """`split_step`; with a reason, which is logged once, all rows run stock."""
+        """Split a step (`split_step`); for a `reason`, which is logged once, all rows run stock."""
         if reason is not None:
             self.counters.warn_once(reason)
             requests = requests._replace(seq_lens=None)
         return split_step(requests, policy or self.options.policy)
 
     def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
-        """Count the tokens of a step, as split or all of them dense; the first sparse layer counts for all."""
+        """Count the tokens of a step, as split or all as dense, once per step: in the first sparse layer."""
         if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
             sparse = split.sparse_tokens if is_sparse else 0
             self.counters.add_step(sparse, split.sparse_tokens + split.dense_tokens - sparse)

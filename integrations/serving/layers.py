@@ -14,12 +14,12 @@ from flexmask.dense_policy import head_dim_reason
 from flexmask.method import Method
 from flexmask.settings import PrefillSettings, with_heads
 
-_CHUNK = (400, 1000)  # rows and tokens of a chunk that every method must serve
+_CHUNK = (400, 1000)  # rows, and tokens so far, of a chunk that every method must serve
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerShape:
-    """Heads of a layer on one rank, and their scores."""
+    """The heads of a layer on one rank, and how they compute scores."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,15 +30,15 @@ class LayerShape:
     window: int | None = None
     has_sinks: bool = False
 
-    def inputs_of(self, rows: int, tokens: int, device: torch.device) -> AttentionInputs:
+    def inputs_of(self, rows: int, seq_len: int, device: torch.device) -> AttentionInputs:
         """Inputs of this shape that take no memory."""
         one = torch.empty(1, dtype=torch.bfloat16, device=device)
         query = one.expand(1, self.num_heads, rows, self.head_dim)
-        key = one.expand(1, self.num_kv_heads, tokens, self.head_dim)
+        key = one.expand(1, self.num_kv_heads, seq_len, self.head_dim)
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
     def keeps_every_block_by_head(self, method: Method) -> list[bool]:
-        """For each query head: the method keeps all its blocks. TypeError or ValueError for one that cannot serve chunks."""
+        """By query head: True if the method keeps all its blocks. TypeError or ValueError if the method cannot serve chunks."""
         inputs = self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()
         return method.for_inputs(inputs).keeps_every_block_by_head(self.num_heads)
 
@@ -47,20 +47,20 @@ class LayerShape:
 class SparseLayer(LayerShape):
     """A layer on this rank whose long prefills run sparse, with its method and call options."""
 
-    number: int  # in the model
+    layer_index: int  # in the model
     method: Method
     call_options: CallOptions
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """Everything that kernels are compiled for; options that are numbers on the device are not."""
+        """All that kernels are compiled for, so without options that are numbers on the device."""
         method, options = self.method, self.method.options
         numbers = {*method.per_head_options, *method.pair_options, *(name for name in method.float_options if options[name])}
         return (*self._fixed, *((name, value) for name, value in options.items() if name not in numbers))
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
-        """Layers of one kind share plans."""
+        """What a plan needs to know of a layer: layers of one kind share plans."""
         return (*self._fixed, *self.method.options.items())
 
     @property
@@ -68,7 +68,7 @@ class SparseLayer(LayerShape):
         return (*(getattr(self, field.name) for field in fields(LayerShape)), self.method.name, self.method.block_size)
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
-        """The layer with one gamma for all heads, which compiles nothing; None: as it is."""
+        """The layer with one gamma for all heads, for which nothing is compiled again; None: the layer itself."""
         return self if gamma is None else _with_gamma(self, gamma)
 
 
@@ -82,26 +82,26 @@ class Stock:
 Role = SparseLayer | Stock
 
 
-@functools.lru_cache(maxsize=1024)  # layers and gammas of recent requests: a new object would compute its kind again in each step
+@functools.lru_cache(maxsize=1024)  # of recent requests: a new object would compute its kind again in each step
 def _with_gamma(layer: SparseLayer, gamma: float) -> SparseLayer:
     return replace(layer, method=layer.method.with_options(gamma=gamma))
 
 
-def role_of_shape(shape: LayerShape, number: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> Role:
-    """The role of layer `number` on a rank, whose query heads are an equal share of all, in order.
+def role_of_shape(shape: LayerShape, layer_index: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> Role:
+    """The role of a layer on a rank, whose query heads are an equal share of all, in order.
 
     Raises TypeError or ValueError for options of another number of heads, and for a method that cannot serve the layer.
     """
-    call_options = settings.call_options
-    reason = head_dim_reason(shape.head_dim, shape.v_head_dim) or call_options.policy.dense_layer_reason(number, shape.window)
+    call_options, policy = settings.call_options, settings.call_options.policy
+    reason = head_dim_reason(shape.head_dim, shape.v_head_dim) or policy.dense_layer_reason(layer_index, shape.window)
     if reason is not None:
         return Stock(reason)
-    method = with_heads(settings.layer_method(number), shape.num_heads * ranks, f"layer {number}: ")
+    method = with_heads(settings.layer_method(layer_index), shape.num_heads * ranks, f"layer {layer_index}: ")
     layer = SparseLayer(
         **vars(shape),
-        number=number,
+        layer_index=layer_index,
         method=method.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options,
     )
-    reason = call_options.policy.selection_reason(layer.keeps_every_block_by_head(layer.method))
+    reason = policy.selection_reason(layer.keeps_every_block_by_head(layer.method))
     return layer if reason is None else Stock(reason)

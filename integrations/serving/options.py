@@ -1,4 +1,4 @@
-"""The options that users of serving engines write: of a server, and of one request."""
+"""Reads and checks the options of a server, and those of one request."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
 LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/design.md)
 _PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
-# what an engine's front end has read of them, among the parameters that it hands on; a request that sends this name is refused
+# the options as the front end has read them, among the parameters that it hands on; a request that sends this name is refused
 _ENCODED = "flexmask_read"
-_KEY = "flexmask "  # begins our keys for cached prefixes
+_KEY = "flexmask "  # beginning of our keys for cached prefixes
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class ServingOptions:
     kernel: str = ""  # the engine's name of its backend for everything that is not sparse; vLLM's CPU build ignores it
     least_rows: int | None = None  # chunks of fewer run dense; None: `LEAST_ROWS`, with dense_below=0 block_size
     count_density: bool = True  # of sparse calls, summed on the device, for the log
-    log_every: float = 60.0  # seconds at least between logs of the counters, which wait for the device, in steps that prefill
+    log_every: float = 60.0  # least seconds between logs of the counters, in steps that prefill; a log waits for the device
     source: str = "defaults"  # of the settings, for the log
     num_layers: int | None = None  # of the model, if its config tells
 
     @functools.cached_property
     def stock_layers(self) -> dict[int, int | None]:
-        """By number of ranks a layer that the options keep stock, once asked for."""
+        """By number of ranks: a layer that the options keep stock (`_stock_layer`), entered when first needed."""
         return {}
 
     @property
     def policy(self) -> DensePolicy:
-        """Decides which chunks run dense."""
+        """The policy that decides which chunks run dense."""
         policy = self.settings.call_options.policy
         measured = LEAST_ROWS if policy.dense_below else 0
         return policy._replace(least_rows=max(policy.least_rows, measured if self.least_rows is None else self.least_rows))
@@ -77,7 +77,7 @@ def read_options(
         if not isinstance(path, str):
             raise TypeError(f"file must be a path; got {type(path).__name__}")
         if chosen:
-            raise ValueError(f"file must come without settings of its own; got {sorted(chosen)} too")
+            raise ValueError(f"file cannot be combined with other settings; got {sorted(chosen)} too")
         named = PrefillSettings.load(path)
     # a model of several parts keeps its language model's config inside
     text = getattr(model_config, "get_text_config", lambda: model_config)()
@@ -88,31 +88,31 @@ def read_options(
 
 
 class RequestOptions(NamedTuple):
-    """Options of one request; without any, None stands for it."""
+    """The options of one request; a request without options has None instead."""
 
     gamma: float | None = None  # of every head of the sparse layers; None: the server's
     dense: bool = False
 
-    def encoded_in(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """A request's parameters with these options as `decoded_options` reads them."""
-        return {**(given or {}), _ENCODED: list(self)}
+    def encoded_in(self, params: Mapping[str, Any] | None) -> dict[str, Any]:
+        """A request's parameters, and among them these options as `decoded_options` reads them."""
+        return {**(params or {}), _ENCODED: list(self)}
 
 
-def decoded_options(given: Mapping[str, Any] | None) -> RequestOptions | None:
-    """The options that an engine's front end has read of a request, among its parameters; None for another form of them.
+def decoded_options(params: Mapping[str, Any] | None) -> RequestOptions | None:
+    """Decode the options that the front end stored among a request's parameters.
 
-    A client reaches this past a front end that is not ours, and must not stop the engine.
+    None if they are absent or malformed, since a client that bypasses our front end must not crash the engine.
     """
-    match given.get(_ENCODED) if isinstance(given, Mapping) else None:
+    match params.get(_ENCODED) if isinstance(params, Mapping) else None:
         case [gamma, bool(dense)] if gamma is None or (type(gamma) is float and 0 < gamma <= 1):
             return RequestOptions(gamma, dense)
     return None
 
 
 def prefix_key(of_client: str | None, requested: RequestOptions | None) -> str | None:
-    """An engine's key for the cached prefixes of a request: keys and values depend on its options.
+    """An engine's key for the cached prefixes of a request, whose keys and values depend on its options.
 
-    Each pair of options and the key that the client chose, any text or none, has its own; without options it is the client's,
+    Each pair of options and the client's key, any text or none, has a key of its own. Without options it is the client's key,
     unless that begins as ours do.
     """
     if requested is None:
@@ -121,24 +121,24 @@ def prefix_key(of_client: str | None, requested: RequestOptions | None) -> str |
     return f"{_KEY}{options}: {of_client or ''}"
 
 
-def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int = 1) -> RequestOptions | None:
-    """A request's options, None if they are the server's; ValueError, its answer, for unknown names and wrong values.
+def request_options(params: Any, read_server_options: Callable[[], ServingOptions], ranks: int = 1) -> RequestOptions | None:
+    """The options among a request's parameters, None if they are the server's; ValueError, its answer, for wrong ones.
 
-    A gamma needs the server's options, which `server` reads, and that they keep no layer stock on any of the tensor-parallel
+    A gamma is refused if the server's options, which are read only for it, keep a layer stock on one of the tensor-parallel
     `ranks`. A null is as if left out.
     """
-    given = given if isinstance(given, Mapping) else {}
-    unknown = sorted(name for name in map(str, given) if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
+    params = params if isinstance(params, Mapping) else {}
+    unknown = sorted(name for name in map(str, params) if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
     if unknown:
         raise ValueError(f"a request takes {GAMMA} and {DENSE}; got {unknown[0]!r}")
-    gamma, dense = given.get(GAMMA), given.get(DENSE)
+    gamma, dense = params.get(GAMMA), params.get(DENSE)
     if dense not in (None, False, True):  # JSON of some engines has no booleans: 0 and 1
         raise ValueError(f"{DENSE} must be true or false; got {dense!r}")
     if gamma is None:
         return RequestOptions(dense=True) if dense else None
     if dense:
-        raise ValueError(f"{GAMMA} must come without {DENSE}, which no gamma changes; got {gamma!r}")
-    options = server()
+        raise ValueError(f"{GAMMA} cannot be combined with {DENSE}, which no gamma changes; got {gamma!r}")
+    options = read_server_options()
     method = options.settings.layer_method()
     if "gamma" not in method.per_head_options:
         raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {method.name!r}")
@@ -158,18 +158,18 @@ def request_options(given: Any, server: Callable[[], ServingOptions], ranks: int
 
 
 def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
-    """A layer that its options keep stock on some rank, if there is one; those in dense_layers are not meant."""
+    """The first layer found that runs stock on some rank because every head keeps every block; None without one."""
     settings, policy = options.settings, options.policy
     special = {*settings.layers, *settings.dense_layers}
-    # one for all layers without options of their own
-    plain = next(number for number in range(len(special) + 1) if number not in special)
-    numbers = [plain] if options.num_layers is None or plain < options.num_layers else []
-    for number in (*numbers, *sorted({*settings.layers}.difference(settings.dense_layers))):
-        method = settings.layer_method(number)
+    # stands for all layers without options of their own
+    plain = next(layer for layer in range(len(special) + 1) if layer not in special)
+    layers = [plain] if options.num_layers is None or plain < options.num_layers else []
+    for layer in (*layers, *sorted({*settings.layers}.difference(settings.dense_layers))):
+        method = settings.layer_method(layer)
         heads = method.num_heads or ranks
         shape = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0)
         kept = shape.keeps_every_block_by_head(method)
         of_ranks = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
         if any(map(policy.selection_reason, of_ranks)):
-            return number
+            return layer
     return None

@@ -15,15 +15,15 @@ class StepRequests(NamedTuple):
 
     starts: Sequence[int]  # first rows, and the end of the last
     seq_lens: Sequence[int] | None  # tokens including this step's; None: all rows run stock
-    # False: the request decodes, or verifies guessed tokens; None: more than one row means a prefill
+    # False: the request decodes, or verifies speculative tokens; None: more than one row means a prefill
     is_prefilling: Sequence[bool] | None = None
-    # of the first requests: padding has none
+    # of the first requests; requests that pad the batch have none
     options: Sequence[RequestOptions | None] = ()
     prompt_lens: Sequence[int] = ()  # tokens
 
 
 class StockSpan(NamedTuple):
-    """Neighbouring requests for one call of the engine's kernel."""
+    """Neighbouring requests that one call of the engine's kernel serves."""
 
     first_request: int
     end_request: int  # exclusive
@@ -32,7 +32,7 @@ class StockSpan(NamedTuple):
 
 
 class StepSplit(NamedTuple):
-    """All rows of one step, without the requests that pad a batch."""
+    """The rows of one step, without the requests that pad a batch."""
 
     sparse: tuple[SparseRequest, ...]
     stock: tuple[StockSpan, ...]
@@ -41,7 +41,7 @@ class StepSplit(NamedTuple):
 
 
 def split_step(requests: StepRequests, policy: DensePolicy) -> StepSplit:
-    """Split a step: long chunks of prompts run sparse, unless their requests chose dense attention."""
+    """Split a step: long chunks run sparse, unless their requests chose dense attention; other rows run stock."""
     starts, prompt_lens = requests.starts, requests.prompt_lens
     seq_lens = [0] * (len(starts) - 1) if requests.seq_lens is None else requests.seq_lens
     sparse: list[SparseRequest] = []

@@ -1,4 +1,4 @@
-"""Work before the first request: the log line, sizes of the calls that compile everything, the largest call."""
+"""Work before the first request: logs the roles of layers, makes the calls that compile everything, and the largest call."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ import torch
 from torch import Tensor
 
 from flexmask.integrations.serving.chunk import attend_chunk
-from flexmask.integrations.serving.counters import IN_SOME_STEPS
+from flexmask.integrations.serving.counters import SAMPLED_STATISTICS
 from flexmask.integrations.serving.layers import Role, SparseLayer, Stock
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.warming import LENGTHS, MANY_BLOCKS
 
-Size = tuple[int, int]
+Size = tuple[int, int]  # of a call: rows, and tokens so far
 _SHORT = 128  # rows; FlexAttention compiles shorter calls separately
-_STEPS = 64  # lengths tried for the number of heads per mask
+_STEPS = 64  # lengths at which the number of heads per mask is computed
 
 
 def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:
-    """The line at start-up."""
+    """The line that is logged at start-up."""
     if not roles:
         return f"flexmask runs stock: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
     sparse = [role for role in roles if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
         rows = least_rows or options.policy.least_rows
-        line += f" ({_method(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
+        line += f" ({_method_summary(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
         line += f", on FlexAttention's backend {options.settings.backend!r}"
     line += f"; {kernel} serves all else. Settings: {options.source}."
     reasons = Counter(role.reason for role in roles if isinstance(role, Stock))
     if reasons:
-        counted = (f"{number} layer{'s' if number > 1 else ''} ({reason})" for reason, number in reasons.items())
+        counted = (f"{count} layer{'s' if count > 1 else ''} ({reason})" for reason, count in reasons.items())
         line += f" Stock: {'; '.join(counted)}."
     return line
 
 
-def _method(layers: Iterable[SparseLayer]) -> str:
-    """As in "hybrid, gamma 0.9, min_budget 1024": options that may differ by head, and others unlike the defaults."""
+def _method_summary(layers: Iterable[SparseLayer]) -> str:
+    """As in "hybrid, gamma 0.9, min_budget 1024": the options that may differ by head, and those that are not the default."""
     methods = [layer.method for layer in layers]
     method = methods[0]
     parts = [method.name]
@@ -55,11 +55,11 @@ def _method(layers: Iterable[SparseLayer]) -> str:
 
 
 def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> float:
-    """Compile once per variant of the layers; returns seconds."""
+    """Compile for each variant of the layers; return the seconds that it took."""
     start = time.perf_counter()
     for layer in _variants(layers):
         for size in warm_sizes(layer, largest, device):
-            for statistics in ((), IN_SOME_STEPS) if count_density else ((),):
+            for statistics in ((), SAMPLED_STATISTICS) if count_density else ((),):
                 call_of_size(layer, size, device, dtype, statistics)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -67,18 +67,18 @@ def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, 
 
 
 def reserve(layers: Iterable[SparseLayer], size: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> None:
-    """Make the largest call while the gathered keys and values take memory, on CUDA."""
+    """Make the largest call on CUDA, with memory allocated as for the gathered keys and values."""
     for layer in _variants(layers):
         # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
         # chunk's queries, contiguous and no longer FP8
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
-        call_of_size(layer, size, device, dtype, IN_SOME_STEPS if count_density else ())
+        call_of_size(layer, size, device, dtype, SAMPLED_STATISTICS if count_density else ())
         del rows
     torch.cuda.synchronize(device)
 
 
-def bytes_of(call: Callable[[], object], device: torch.device) -> int:
-    """Memory on a CUDA device that a call takes at its peak."""
+def peak_memory_of(call: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call adds at its peak to the memory of a CUDA device."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     call()
@@ -88,11 +88,12 @@ def bytes_of(call: Callable[[], object], device: torch.device) -> int:
 def call_of_size(
     layer: SparseLayer, size: Size, device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
 ) -> Tensor:
-    rows, tokens = size
+    """Attention of random rows, whose kernels it compiles."""
+    rows, seq_len = size
     random = torch.Generator(device).manual_seed(0)
     query = torch.randn(rows, layer.num_heads, layer.head_dim, dtype=dtype, device=device, generator=random)
     key, value = (
-        torch.randn(layer.num_kv_heads, tokens, width, dtype=dtype, device=device, generator=random)
+        torch.randn(layer.num_kv_heads, seq_len, width, dtype=dtype, device=device, generator=random)
         for width in (layer.head_dim, layer.v_head_dim)
     )
     sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
@@ -100,11 +101,12 @@ def call_of_size(
 
 
 def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
+    """One layer of each variant."""
     return list({layer.variant: layer for layer in layers}.values())
 
 
 def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """Whole prompts and chunks of each kind; long ones do not exceed `largest`."""
+    """Sizes of prompts and chunks that compile all kernels of a layer; long ones do not exceed `largest`."""
     block = layer.method.block_size
     sizes = [(rows, length) for length in LENGTHS for rows in (length, length // 2)]
     # chunks of one block, whose size torch compiles as a constant, and below `_SHORT`
@@ -120,27 +122,27 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """Two calls per number of heads that `max_mask_bytes` gives long calls; the first compiles for its exact size."""
-    block, (most_rows, most_tokens) = layer.method.block_size, largest
+    """Two sizes for each number of heads per mask of long calls; of two calls the first compiles for its exact size."""
+    block, (most_rows, longest) = layer.method.block_size, largest
     by_kind: dict[tuple[int, bool], list[Size]] = {}
-    step = max(most_tokens // _STEPS, 2 * block)
-    for tokens in range(most_tokens, 4 * block, -step):
-        whole = [(tokens, tokens)] if tokens <= most_rows else []
-        for size in (*whole, (min(most_rows, tokens - 2 * block), tokens)):
-            heads = heads_together(layer, size, device)
+    step = max(longest // _STEPS, 2 * block)
+    for seq_len in range(longest, 4 * block, -step):
+        whole = [(seq_len, seq_len)] if seq_len <= most_rows else []
+        for size in (*whole, (min(most_rows, seq_len - 2 * block), seq_len)):
+            heads = heads_per_mask(layer, size, device)
             if heads < layer.num_heads:
-                by_kind.setdefault((heads, size[0] == tokens), []).append(size)
+                by_kind.setdefault((heads, size[0] == seq_len), []).append(size)
     calls = []
     for sizes in by_kind.values():
         # the middle, where a call that is shorter by different numbers of blocks is of the same kind
-        rows, tokens = sizes[(len(sizes) - 1) // 2]
-        shorter = rows - block if rows == tokens else max(rows - 2 * block, rows // 2)
-        calls += [(rows, tokens), (shorter, tokens - block)]
+        rows, seq_len = sizes[(len(sizes) - 1) // 2]
+        shorter = rows - block if rows == seq_len else max(rows - 2 * block, rows // 2)
+        calls += [(rows, seq_len), (shorter, seq_len - block)]
     return calls
 
 
-def heads_together(layer: SparseLayer, size: Size, device: torch.device) -> int:
-    """Query heads per mask."""
+def heads_per_mask(layer: SparseLayer, size: Size, device: torch.device) -> int:
+    """Query heads whose masks exist at one time in a call, by `max_mask_bytes`."""
     inputs = layer.inputs_of(*size, device)
     group = layer.method.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
     return group.query.stop - group.query.start

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 SERVED = {"vLLM": ((0, 32), (0, 33)), "SGLang": ((0, 5, 22), (0, 5, 23))}
-"""docs/serving-measurements.md says on which of them what was run"""
+"""The releases that are served, oldest and newest"""
 # by engine and release: the last release of flexmask that served it. None has been dropped since the first
 LAST_SERVED_BY: dict[tuple[str, tuple[int, ...]], str] = {}
 
@@ -25,7 +25,7 @@ def release_of(version: str, length: int) -> tuple[int, ...]:
 
 
 def refuse_older(engine: str, version: str) -> None:
-    """Raise ImportError for a release older than those in `SERVED`, of whose interfaces nothing is known."""
+    """Raise ImportError for a release older than those in `SERVED`, whose interfaces flexmask does not know."""
     oldest = SERVED[engine][0]
     release = release_of(version, len(oldest))
     if release < oldest:
@@ -37,13 +37,15 @@ def refuse_older(engine: str, version: str) -> None:
 def check_interfaces(engine: str, version: str, faults: list[str]) -> str | None:
     """Raise ImportError for `faults` in an engine's interfaces; return a warning for a release newer than those in `SERVED`."""
     if faults:
-        raise ImportError(f"{_served(engine, version)}, whose interfaces are others: {'; '.join(faults)}")
+        raise ImportError(
+            f"{_served(engine, version)}, whose interfaces differ from those that flexmask needs: {'; '.join(faults)}"
+        )
     newest = SERVED[engine][-1]
     if release_of(version, len(newest)) <= newest:
         return None
     return (
-        f"{_served(engine, version)}, which it was not run with. Its interfaces fit: it is served. "
-        "Compare answers at gamma 1 with a server without flexmask"
+        f"{_served(engine, version)}, which flexmask has not been tested with. Its interfaces match, so flexmask runs. "
+        "At gamma 1, compare answers with a server without flexmask"
     )
 
 
@@ -53,10 +55,10 @@ def _served(engine: str, version: str) -> str:
 
 
 def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, ...] | set[str]]) -> list[str]:
-    """Differences of what an engine has, by name in `found`, from what is `wanted` of it.
+    """Differences between the interfaces `found` in an engine and those `wanted`.
 
-    ``holder.name`` with a tuple is a function of a module or class in `found`: its first arguments have these names, None for
-    any. A name with a set is an entry of `found` that must have these names (`names_of`).
+    ``holder.name`` with a tuple wants a function of a module or class in `found`, whose first arguments have these names, None
+    for any. A name with a set wants an entry of `found` that has these names (`names_of`).
     """
     faults = []
     for name, wishes in wanted.items():
@@ -73,7 +75,10 @@ def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, .
 
 
 def names_of(thing: Any) -> set[str]:
-    """A set's own; what a module or class has, as a field of a dataclass or of msgspec too, or its ``__init__`` sets."""
+    """All attribute names: the elements of a set; of a module or class its attributes and fields, and what ``__init__`` sets.
+
+    Fields are those of a dataclass or of msgspec.
+    """
     if isinstance(thing, set):
         return thing
     fields = (getattr(thing, kind, ()) for kind in ("__dataclass_fields__", "__struct_fields__"))
@@ -81,7 +86,7 @@ def names_of(thing: Any) -> set[str]:
 
 
 def names_in(owner: Any, function: str) -> set[str]:
-    """Attributes that a function of a module or class, or of the class's bases, reads or sets."""
+    """Names that a function of a module or class uses, and functions of the same name in the class's bases."""
     owners = owner.__mro__ if isinstance(owner, type) else (owner,)
     codes = [getattr(vars(holder).get(function), "__code__", None) for holder in owners]
     return {name for code in codes if code is not None for name in code.co_names}

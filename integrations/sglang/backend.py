@@ -1,8 +1,8 @@
 """SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse.
 
-`make_backend` makes an `SGLangEngine` (engine.py), which splits each step; `SparsePrefill.forward_extend` passes its long prompts
-to `Engine.attend` (serving/engine.py). SGLang's tokenizer process reads the options of single requests, in ``custom_params``
-(registration.py); `follow_requests` tells the scheduler's.
+`make_backend` makes an `SGLangEngine` (engine.py), which splits each step; `SparsePrefill.forward_extend` passes the step's long
+prompts to `Engine.attend` (serving/engine.py). SGLang's tokenizer process encodes a request's options in ``custom_params``
+(registration.py); the scheduler's process decodes them (`follow_requests`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _log = logging.getLogger("sglang.flexmask")
 def make_backend(runner: Any) -> Any:
     """Make the backend of one of SGLang's ModelRunners.
 
-    Raises ImportError for a release with other interfaces or older than those that are served, TypeError or ValueError for wrong
-    options, and for servers and models that are not served.
+    Raises ImportError for a release that is too old or has other interfaces, TypeError or ValueError for wrong options, and for
+    servers and models that are not served.
     """
     import sglang
 
@@ -57,16 +57,16 @@ def make_backend(runner: Any) -> Any:
     # every stage of pipeline parallelism sees every token
     if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
         engine.counters.export()
-    return sparse(stock, runner, engine)
+    return sparse_backend(stock, runner, engine)
 
 
 def largest_call(runner: Any, chunk: int | None) -> tuple[int, int]:
-    """Rows and tokens of the largest call: the last chunk of the longest prompt that the model and its cache take."""
+    """Rows, and tokens so far, of the largest call: the last chunk of the longest prompt that the model and its cache take."""
     longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
     return (min(chunk, longest) if chunk and chunk > 0 else longest), longest
 
 
-def sparse(stock: Any, runner: Any, engine: SGLangEngine) -> Any:
+def sparse_backend(stock: Any, runner: Any, engine: SGLangEngine) -> Any:
     """A backend like `stock` that runs long prompts sparse; `stock` serves the rest of such steps."""
     base = type(stock)
     return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, stock)
@@ -80,7 +80,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         super().__init__(runner)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Split the step, and make the metadata of all rows for layers that run stock."""
+        """Split the step; make the metadata of all rows for layers that run stock, and that of the stock rows."""
         super().init_forward_metadata(forward_batch)
         self.flexmask.begin_step(forward_batch)
         step = self.flexmask.step
@@ -88,16 +88,16 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
             self.flexmask_stock.init_forward_metadata(step.stock_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *arguments: Any, **options: Any) -> None:
-        """Metadata of a step inside a CUDA graph, which runs stock."""
+        """Make the metadata of a step in a CUDA graph, which runs stock."""
         self.flexmask.begin_step()
         super().init_forward_metadata_out_graph(forward_batch, *arguments, **options)
 
     def forward_extend(
         self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
-        """Attention of the prompts of one step, in the shape of the queries; see the stock backend.
+        """Attention of one step's prompts, in the shape of the queries; see the stock backend.
 
-        Without `save_kv_cache` another kernel has written the cache.
+        Without `save_kv_cache` another kernel has already written the cache.
         """
         engine, step, stock = self.flexmask, self.flexmask.step, super().forward_extend
         role = engine.roles.get(layer)  # None: not the model's
@@ -107,13 +107,13 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         if reason is not None:
             engine.counters.warn_once(reason)
             step = None
-        if engine.counted is not None:
-            engine.count_step(role, engine.counted, is_sparse=step is not None)
+        if engine.split_to_count is not None:
+            engine.count_step(role, engine.split_to_count, is_sparse=step is not None)
         if step is None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
-        # of SGLang's, where it calls layers between pieces of a graph
+        # SGLang's buffer, where it calls layers between pieces of a graph
         out = getattr(forward_batch, "_attn_output", None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         by_head = out.view(query.shape)
@@ -128,33 +128,33 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
                 # the pool divides by scales in place
                 written = (x if scales is None else x.clone() for x in chunk)
                 engine.pool.set_kv_buffer(layer, forward_batch.out_cache_loc[request.rows], *written, *(scales or ()))
-            # not named here: a request's keys and values are gone before the next one's are made
+            # not named here, so that a request's keys and values are freed before the next one's are made
             by_head[request.rows] = engine.attend(
                 role,
                 request,
                 query[request.rows],
                 *keys_and_values(engine.pool, layer.layer_id, slots, chunk, scales),
-                is_counted=engine.counted is not None,
+                is_counted=engine.split_to_count is not None,
             )
-        by_head[step.rows :] = 0  # padding
+        by_head[step.num_rows :] = 0  # padding
         return out
 
 
 def keys_and_values(
     pool: Any, layer_id: int, slots: Tensor | None, chunk: tuple[Tensor, Tensor], scales: tuple[Any, Any] | None
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all of a request's tokens; gathered rows are freed before it returns."""
-    made = []
+    """Keys and values of all of a request's tokens. Gathered rows are freed before this returns."""
+    both = []
     for read, own, scale in zip((pool.get_key_buffer, pool.get_value_buffer), chunk, scales or (None, None), strict=True):
-        made.append(concat_cached(None if slots is None else gathered(read(layer_id), slots), own, scale))
-    return made[0], made[1]
+        both.append(concat_cached(None if slots is None else gathered(read(layer_id), slots), own, scale))
+    return both[0], both[1]
 
 
 def call_reason(step: Step, k: Any, v: Any, forward_batch: Any, options: Mapping[str, Any]) -> str | None:
-    """Give the reason if a layer runs a split step stock."""
+    """Return why a layer runs a split step stock, or None."""
     if step.lengths != lengths_of(forward_batch):
         return "layers get another batch than was split"
     if k is None or v is None:
         return "layers get no keys and values"
-    given = [name for name, value in options.items() if value is not None]
-    return f"layers are called with {', '.join(given)}" if given else None
+    names = [name for name, value in options.items() if value is not None]
+    return f"layers are called with {', '.join(names)}" if names else None

@@ -1,4 +1,4 @@
-"""One model of an SGLang process: what is refused, the role of every attention layer, memory, and how each step is split."""
+"""One model of an SGLang process: refused servers, the role of every attention layer, memory, the split of each step."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from flexmask.integrations.serving.engine import Engine
 from flexmask.integrations.serving.layers import Stock, role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions, decoded_options
 from flexmask.integrations.serving.split import StepRequests, StepSplit
-from flexmask.integrations.serving.startup import bytes_of
+from flexmask.integrations.serving.startup import peak_memory_of
 from flexmask.integrations.sglang.layers import FP8, layer_reason, shape_of
 from flexmask.integrations.sglang.registration import NAME
 from flexmask.integrations.sglang.step import PROMPTS, Step, lengths_of, step_of, step_reason
 
 _log = logging.getLogger("sglang.flexmask")
-# options of the server under which nothing is served: how it runs then is not what the plug-in stands on, or was not run
+# options of servers that are refused: the plug-in does not support how they run, or has not been tested with them
 REFUSED = {
-    "enable_dp_attention": "attention that is parallel over data",
-    "enable_two_batch_overlap": "overlap of two batches",
-    "enable_pdmux": "multiplexed prefill and decoding",
-    "enable_deterministic_inference": "answers that depend on no chunk, as a row's blocks do",
+    "enable_dp_attention": "data-parallel attention",
+    "enable_two_batch_overlap": "two-batch overlap",
+    "enable_pdmux": "PD multiplexing",
+    "enable_deterministic_inference": "deterministic inference, because the blocks that a row keeps depend on its chunk",
     "enable_hierarchical_cache": "a hierarchical cache",
     "enable_lmcache": "LMCache",
     "enable_lora": "LoRA adapters",
-    "enable_memory_saver": "memory that a sleeping server gives back",
-    "speculative_algorithm": "guessed tokens",
-    "disaggregation_mode": "prefill and decoding on separate servers",
+    "enable_memory_saver": "the memory saver (sleep mode)",
+    "speculative_algorithm": "speculative decoding",
+    "disaggregation_mode": "prefill/decode disaggregation",
 }
 MUST_BE_ONE = ("attn_cp_size", "dcp_size")
 
 
 def refuse_server(server_args: Any, uses_mla: bool) -> None:
-    """Raise ValueError for a server that is not served at all, by name."""
+    """Raise ValueError for a server with an option that flexmask refuses, and name the option."""
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     if uses_mla:
@@ -54,7 +54,9 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
             "graphs hold the stock kernel"
         )
     if os.environ.get("SGLANG_RUST_SERVER", "").lower() not in ("", "0", "false"):
-        raise ValueError(f"SGLANG_RUST_SERVER must be off with the attention backend {NAME!r}, whose requests it does not read")
+        raise ValueError(
+            f"SGLANG_RUST_SERVER must be off with the attention backend {NAME!r}, which cannot read requests that pass through it"
+        )
     for name in MUST_BE_ONE:
         size = getattr(server_args, name) or 1
         if size > 1:
@@ -75,8 +77,8 @@ def refuse_model(model: Any, is_multimodal: bool) -> None:
 class SGLangEngine(Engine):
     """One model of an SGLang process.
 
-    `runner` is SGLang's ModelRunner, its model and its cache made; `rank` is of the tensor-parallel group. Raises TypeError or
-    ValueError for options by head or by layer that do not fit the model.
+    `runner` is SGLang's ModelRunner, whose model and cache exist; `rank` is the rank in the tensor-parallel group. Raises
+    TypeError or ValueError for options by head or by layer that do not fit the model.
     """
 
     def __init__(self, runner: Any, options: ServingOptions, rank: int = 0, ranks: int = 1) -> None:
@@ -85,14 +87,14 @@ class SGLangEngine(Engine):
         super().__init__(options, _log)
         self.pool = runner.token_to_kv_pool
         self.req_to_token: torch.Tensor = runner.req_to_token_pool.req_to_token
-        self.options_by_id: dict[str, RequestOptions] = {}  # options of the requests of a batch that have some, by id
-        self.prompt_lens_by_id: dict[str, int] = {}  # tokens of the prompts of a batch, by the request's id
-        self.step: Step | None = None  # the present one; None: all of it runs stock
-        self.counted: StepSplit | None = None  # its split if it is counted: dummy ones, before the first request, are not
-        # it makes the plan of a batch's slots, which stock kernels read
+        self.options_by_id: dict[str, RequestOptions] = {}  # by request of the batch, if it has some
+        self.prompt_lens_by_id: dict[str, int] = {}  # tokens, by request of the batch
+        self.step: Step | None = None  # the current step; None: all of it runs stock
+        self.split_to_count: StepSplit | None = None  # None for dummy steps, before the first request
+        # makes the plan of a batch's slots, which stock kernels read
         self._translator = runner.kv_index_translator
         self._is_first = rank == 0
-        self._held: torch.Tensor | None = None
+        self._reserved: torch.Tensor | None = None
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
                 reason = layer_reason(layer, self.pool, runner.dtype)
@@ -100,17 +102,17 @@ class SGLangEngine(Engine):
                 self.roles[layer] = role_of_shape(*served) if reason is None else Stock(reason)
 
     def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
-        """Log the roles, compile, and on a GPU hold the memory of the largest call until the first request."""
+        """Log the roles, compile, and on a GPU reserve the memory of the largest call until the first request."""
         from sglang.srt.utils import DynamicGradMode
 
-        # as SGLang runs its steps: what is compiled in another mode is not used
+        # the grad mode of SGLang's steps, which would not use what another mode compiles
         with DynamicGradMode():
             try:
                 self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first)
                 if device.type == "cuda" and self.sparse_layers:
-                    needed = bytes_of(lambda: self.reserve(largest, device, dtype), device)
+                    needed = peak_memory_of(lambda: self.reserve(largest, device, dtype), device)
                     torch.cuda.empty_cache()
-                    self._held = torch.empty(needed, dtype=torch.uint8, device=device)
+                    self._reserved = torch.empty(needed, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError as error:
                 raise RuntimeError(
                     f"flexmask: a chunk of {largest[0]} rows at the end of {largest[1]} tokens needs more memory than "
@@ -118,25 +120,25 @@ class SGLangEngine(Engine):
                 ) from error
 
     def begin_step(self, forward_batch: Any = None) -> None:
-        """Split one step; without a batch it is neither split nor counted."""
-        self.step = self.counted = None
+        """Split one step; a step without a batch is neither split nor counted."""
+        self.step = self.split_to_count = None
         if forward_batch is None:
             return
         is_dummy = forward_batch.rids is None
         if not is_dummy:
-            self._held = None
+            self._reserved = None
         if forward_batch.forward_mode.name not in PROMPTS:
             return
-        # without lengths one request, which runs stock
+        # without lengths: as one request, which runs stock
         lengths = lengths_of(forward_batch) or ([forward_batch.extend_num_tokens or 0], [0])
         rows, cached = lengths
         reason = None if is_dummy else step_reason(forward_batch)
-        names, tokens = forward_batch.rids or (), [*map(add, rows, cached)]
-        options = [self.options_by_id.get(name) for name in names]
-        prompt_lens = [max(self.prompt_lens_by_id.get(name, 0), so_far) for name, so_far in zip(names, tokens, strict=False)]
-        requests = StepRequests([0, *accumulate(rows)], tokens, options=options, prompt_lens=prompt_lens)
+        ids, seq_lens = forward_batch.rids or (), [*map(add, rows, cached)]
+        options = [self.options_by_id.get(each) for each in ids]
+        prompt_lens = [max(self.prompt_lens_by_id.get(each, 0), so_far) for each, so_far in zip(ids, seq_lens, strict=False)]
+        requests = StepRequests([0, *accumulate(rows)], seq_lens, options=options, prompt_lens=prompt_lens)
         split = self.split(requests, reason)
-        self.counted = None if is_dummy else split
+        self.split_to_count = None if is_dummy else split
         if split.sparse:
             self.step = step_of(forward_batch, split, lengths, self.req_to_token)
             part = self.step.stock_batch
@@ -144,7 +146,7 @@ class SGLangEngine(Engine):
                 self._translator.own_plan(part).bind(part, self._translator)
 
     def scales(self, layer: Any) -> tuple[Any, Any] | None:
-        """Divisors of a layer's keys and values in the stock kernel's FP8 cache, tensors or floats; None: not divided."""
+        """The scales that divide keys and values in the stock kernel's FP8 cache, tensors or floats; None without division."""
         if self.pool.dtype not in FP8 or self.options.kernel == "torch_native":
             return None
         scales = (layer.k_scale, layer.v_scale)
@@ -152,10 +154,10 @@ class SGLangEngine(Engine):
 
 
 def follow_requests(options_by_id: dict[str, RequestOptions], prompt_lens_by_id: dict[str, int]) -> None:
-    """Make SGLang fill both, by request id, with the options and the prompts' lengths of the requests of each batch."""
+    """Make SGLang fill both dicts for each batch with the options and prompt lengths of its requests, by id."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    def tell(made: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
+    def note_requests(forward_batch: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:
         options_by_id.clear()
         prompt_lens_by_id.clear()
         for request in batch.reqs or ():
@@ -164,5 +166,5 @@ def follow_requests(options_by_id: dict[str, RequestOptions], prompt_lens_by_id:
             if options is not None:
                 options_by_id[request.rid] = options
 
-    HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", tell)
+    HookRegistry.register("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", note_requests)
     HookRegistry.apply_hooks()

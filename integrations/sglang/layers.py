@@ -1,4 +1,4 @@
-"""An attention layer of SGLang: its shape, or why it runs stock."""
+"""The shape of an attention layer of SGLang, or why it runs stock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def shape_of(layer: Any) -> LayerShape:
-    """Of one ``RadixAttention`` on its rank."""
+    """The shape of one attention layer (``RadixAttention``) on this rank."""
     return LayerShape(
         num_heads=layer.tp_q_head_num,
         num_kv_heads=layer.tp_k_head_num,
@@ -24,15 +24,15 @@ def shape_of(layer: Any) -> LayerShape:
 
 
 def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
-    """Give the reason if a layer runs stock in every step; its keys and values are in `pool`."""
-    # a pool of the attention layers beside those that keep a state
+    """Return why a layer runs stock in every step, or None; its keys and values are in `pool`."""
+    # the pool of a hybrid model: that of its attention layers decides
     if type(pool).__name__ == "HybridLinearKVPool":
         pool = pool.full_kv_pool
     if layer.attn_type.value != "decoder":
         return f"attention of type {layer.attn_type.value}"
     if layer.is_cross_attention:
         return "cross attention"
-    # the pool that is written and read row by row
+    # the only pool that is written and read row by row
     if type(pool).__name__ != "MHATokenToKVPool":
         return f"a cache of type {type(pool).__name__}"
     if getattr(pool, "is_quantized_kv_cache", False):

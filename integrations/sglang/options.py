@@ -11,18 +11,18 @@ from flexmask.json_settings import json_data
 
 VARIABLE = "FLEXMASK_SGLANG"
 KERNELS = ("fa3", "triton", "torch_native")
-"""SGLang's backends that may serve everything else, as they were run: the first two on GPUs, the last on CPUs"""
+"""SGLang's backends that may serve everything else, as far as tested: the first two on GPUs, the last on CPUs"""
 
 
 def stock_kernel(decoding: str, device: str) -> str:
-    """The stock backend's name unless the options have one: the decode backend's if it is in `KERNELS`."""
+    """The default name of the stock backend: that of the decode backend if it is in `KERNELS`."""
     if decoding in KERNELS:
         return decoding
     return "torch_native" if device == "cpu" else "triton"
 
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
-    """`read_options` of the variable, JSON or the path of a JSON file; they may name another `kernel` for everything else."""
+    """Read the options in the variable, JSON or the path of a JSON file; they may replace the stock `kernel`."""
     return read_options(_given(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
 
 

@@ -30,27 +30,27 @@ def encode_requests() -> None:
     """Make SGLang refuse wrong options of a request, and keep cached prefixes of different options apart."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", _read)
+    HookRegistry.register("sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object", _encode_request)
 
 
-def _read(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
-    """Called after a request is made; ValueError is its answer."""
+def _encode_request(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
+    """Encode the options of a request that was just made; a ValueError becomes the answer to it."""
     params, key = tokenized.sampling_params, getattr(tokenized, "extra_key", None)
-    given, server = getattr(params, "custom_params", None), manager.server_args
-    if not (given or key) or server.prefill_attention_backend != NAME:
+    custom_params, server_args = getattr(params, "custom_params", None), manager.server_args
+    if not (custom_params or key) or server_args.prefill_attention_backend != NAME:
         return
     from flexmask.integrations.serving.options import prefix_key, request_options
     from flexmask.integrations.sglang.options import KERNELS, serving_options
 
-    def served() -> Any:
+    def read_server_options() -> Any:
         if not hasattr(manager, "flexmask_options"):  # as the engine has read them at its start
             manager.flexmask_options = serving_options(KERNELS[0], manager.model_config.hf_config)
         return manager.flexmask_options
 
-    requested = request_options(given, served, server.tp_size)
+    requested = request_options(custom_params, read_server_options, server_args.tp_size)
     if requested is not None:
         if not hasattr(tokenized, "extra_key"):
             raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")
-        params.custom_params = requested.encoded_in(given)
+        params.custom_params = requested.encoded_in(custom_params)
     if hasattr(tokenized, "extra_key"):
         tokenized.extra_key = prefix_key(key, requested)

@@ -14,17 +14,17 @@ from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.split import StepSplit
 
 PROMPTS = ("EXTEND", "MIXED")  # SGLang's names of steps whose long requests run sparse
-# what a batch may hold that makes rows see other keys than those before them, or pages of other ranks, or other slots than the
-# pool's: such a step runs stock
+# fields of a batch with which rows may see other keys than those before them, pages of other ranks, or slots outside the pool:
+# such a step runs stock
 STOCK_FIELDS = (
     "spec_info", "encoder_lens", "multi_item_delimiter_indices", "attn_cp_metadata", "attn_dcp_metadata", "dcp_kv_mask",
     "tbo_children", "out_cache_loc_virtual",
 )  # fmt: skip
-# of a batch, one number a request: on the device, on the host, and in lists
+# fields of a batch with one number per request: on the device, on the host, and in lists
 _TENSORS = ("req_pool_indices", "seq_lens", "orig_seq_lens", "extend_seq_lens", "extend_prefix_lens")
 _HOST_TENSORS = ("seq_lens_cpu",)
 _LISTS = ("extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_logprob_start_lens_cpu")
-_ROWS = ("input_ids", "positions", "out_cache_loc")  # one a row
+_ROWS = ("input_ids", "positions", "out_cache_loc")  # one number per row
 
 
 Lengths = tuple[list[int], list[int]]  # by request: rows, and cached tokens
@@ -34,14 +34,14 @@ class Step(NamedTuple):
     """A split step with at least one sparse request."""
 
     split: StepSplit
-    sparse: tuple[tuple[SparseRequest, Tensor | None], ...]  # with its cached tokens' slots, int64; None: it has none
+    sparse: tuple[tuple[SparseRequest, Tensor | None], ...]  # with the slots of its cached tokens, int64; None without any
     stock_rows: slice | Tensor | None  # of the packed batch; None: all rows are sparse
     stock_batch: Any  # SGLang's batch of the requests of these rows
     lengths: Lengths  # of all requests
 
     @property
-    def rows(self) -> int:
-        """Of all requests; a batch may have more, which are padding."""
+    def num_rows(self) -> int:
+        """Number of rows of all requests. The batch may be padded beyond it."""
         return sum(self.lengths[0])
 
 
@@ -52,15 +52,15 @@ def lengths_of(forward_batch: Any) -> Lengths | None:
 
 
 def step_reason(forward_batch: Any) -> str | None:
-    """Give the reason if no prompt of a batch may run sparse."""
-    given = [name for name in STOCK_FIELDS if getattr(forward_batch, name, None) is not None]
-    if given:
-        return f"a batch has {', '.join(given)}"
+    """Return why all rows of a batch run stock, or None."""
+    names = [name for name in STOCK_FIELDS if getattr(forward_batch, name, None) is not None]
+    if names:
+        return f"a batch has {', '.join(names)}"
     return "the host has no lengths of a batch" if lengths_of(forward_batch) is None else None
 
 
 def step_of(forward_batch: Any, split: StepSplit, lengths: Lengths, req_to_token: Tensor) -> Step:
-    """The step of a split, for all layers: its tensors are made once."""
+    """The step of a split. Its tensors are made once, for all layers."""
     indices = forward_batch.req_pool_indices
     sparse = tuple((x, slots_of(req_to_token, indices, x.batch_index, x.cached_len)) for x in split.sparse)
     if not split.stock:
@@ -74,7 +74,7 @@ def step_of(forward_batch: Any, split: StepSplit, lengths: Lengths, req_to_token
 
 
 def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, tokens: int) -> Tensor | None:
-    """Slots of a request's first `tokens` tokens in SGLang's table, (tokens,) int64, without waiting; None of none."""
+    """Slots of a request's first `tokens` tokens in SGLang's table, (tokens,) int64, without waiting; None for no tokens."""
     if tokens == 0:
         return None
     return req_to_token[:, :tokens].index_select(0, req_pool_indices[request : request + 1].long())[0].long()
@@ -88,9 +88,9 @@ def gathered(buffer: Tensor, slots: Tensor) -> Tensor:
 
 
 def part_of(forward_batch: Any, requests: Sequence[int], rows: slice | Tensor) -> Any:
-    """A batch of some of the requests, with the rows that they have, for a stock backend."""
+    """A batch of some of the requests and their `rows`, for a stock backend."""
     part = copy.copy(forward_batch)
-    # a buffer for the output of all rows
+    # the buffer for the output is that of all rows
     part.__dict__.pop("_attn_output", None)
     chosen = torch.tensor(list(requests))
     on_device = chosen.to(forward_batch.req_pool_indices.device, non_blocking=True)

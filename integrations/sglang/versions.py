@@ -25,9 +25,9 @@ _WANTED: dict[str, tuple[str | None, ...] | set[str]] = {
     "pool.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
     "pool.get_key_buffer": ("layer_id",),
     "pool.get_value_buffer": ("layer_id",),
-    "mixture.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
-    "mixture.get_key_buffer": ("layer_id",),
-    "mixture.get_value_buffer": ("layer_id",),
+    "HybridLinearKVPool.set_kv_buffer": ("layer", None, "cache_k", "cache_v", "k_scale", "v_scale"),
+    "HybridLinearKVPool.get_key_buffer": ("layer_id",),
+    "HybridLinearKVPool.get_value_buffer": ("layer_id",),
     "ForwardBatch": {
         "forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "out_cache_loc", "rids",
         "positions", "spec_info", "encoder_lens", "multi_item_delimiter_indices", "extend_num_tokens", "extend_seq_lens",
@@ -39,7 +39,7 @@ _WANTED: dict[str, tuple[str | None, ...] | set[str]] = {
 
 
 def interface_faults(stock: Any) -> list[str]:
-    """Differences of the installed SGLang from the interfaces that the plug-in needs, for one of its backends; [] if none."""
+    """Differences between the installed SGLang with a stock backend and the interfaces that the plug-in needs; [] if none."""
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
@@ -47,8 +47,8 @@ def interface_faults(stock: Any) -> list[str]:
     from sglang.srt.server_args import ServerArgs
 
     found = {x.__name__: x for x in (ForwardBatch, ForwardMode, ServerArgs)}
-    found |= {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager}
-    faults = faults_in({**found, "pool": MHATokenToKVPool, "mixture": HybridLinearKVPool}, _WANTED)
+    found |= {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager, "pool": MHATokenToKVPool}
+    faults = faults_in({**found, "HybridLinearKVPool": HybridLinearKVPool}, _WANTED)
     arguments = set(inspect.signature(RadixAttention).parameters)
     if arguments != _LAYER_ARGUMENTS:
         faults.append(f"RadixAttention must take {', '.join(sorted(_LAYER_ARGUMENTS))}; got {', '.join(sorted(arguments))}")

@@ -1,4 +1,4 @@
-"""vLLM's backends with sparse prefill, each made at its first look-up by name: `builder` splits a step, `impl` runs it."""
+"""vLLM's backends with sparse prefill, each made when it is first looked up: `builder` splits a step, `impl` runs it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STOCK = {
     "SparseFlashLatentAttention": ("mla.flashattn_mla", "FlashAttnMLABackend", "FLASH_ATTN_MLA"),
     "SparseTritonLatentAttention": ("mla.triton_mla", "TritonMLABackend", "TRITON_MLA"),
 }
-_KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # in our names
+_KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # kernels in our names
 
 
 def __getattr__(name: str) -> Any:
@@ -29,15 +29,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         refuse_older("vLLM", vllm.__version__)
-        return _backend(_of_the_model() if name == "Custom" else name)
+        return _backend(_backend_name_for_model() if name == "Custom" else name)
     except ImportError as error:
         # vLLM drops the message of a backend's ImportError
         _log.error("%s", error)
         raise
 
 
-def _of_the_model() -> str:
-    """The name in `_STOCK` for the model's attention and the kernel of the options."""
+def _backend_name_for_model() -> str:
+    """The name in `_STOCK` for the kind of attention of the model and the kernel in the options."""
     from vllm.config import get_current_vllm_config_or_none
 
     from flexmask.integrations.vllm.engine import engine_of
@@ -52,16 +52,16 @@ def _of_the_model() -> str:
 def _backend(name: str) -> type:
     module, stock_name, kernel = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
-    made = sparse_backend(name, stock, kernel)  # first: it refuses interfaces that flexmask does not know
+    backend = sparse_backend(name, stock, kernel)  # first: it refuses interfaces that flexmask does not know
     if stock.is_mla():
         measure_latent_layers()
-    return made
+    return backend
 
 
 def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...] = (), shown_as: str = "CUSTOM") -> type:
     """A backend like `stock` whose long prompts run sparse; `readers` are mixins that read another cache than `gathered` does.
 
-    ImportError if vLLM's interfaces are others than those that flexmask knows.
+    ImportError if vLLM's interfaces differ from those that flexmask needs.
     """
     warning = check_interfaces("vLLM", vllm.__version__, interface_faults(stock))
     if warning is not None:
@@ -77,7 +77,7 @@ def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...]
     builder.flexmask_own = builder
 
     overrides = {
-        # vLLM's for ours
+        # ours in place of vLLM's
         "get_name": staticmethod(lambda: shown_as),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
@@ -85,14 +85,14 @@ def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...]
         "supports_batch_invariance": classmethod(lambda cls: False),
         # long chunks attend to the step's own keys
         "supports_kv_cache_update_bypass": False,
-        # the host's lengths split steps
+        # steps are split by the lengths on the host
         "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
     }
     return type(name, (stock,), {**namespace, "__qualname__": name, **overrides})
 
 
 def measure_latent_layers() -> None:
-    """Make vLLM's layer of latent attention call ours when it runs without metadata and skips its implementation."""
+    """Make vLLM's latent attention call `prepare` while memory is measured, when it skips its implementation."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     def forward_impl(

@@ -1,4 +1,4 @@
-"""The metadata builder, which also splits each step, for `impl`."""
+"""The metadata builder, which also splits each step for `impl`."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from flexmask.integrations.vllm.pages import PageTable
 
 
 class Step(NamedTuple):
-    """One step of vLLM's scheduler: its split, and what either part of it needs, by the rows that `impl` gets."""
+    """One step of vLLM's scheduler: its split, and for each part its rows, as `impl` numbers them, and what it needs."""
 
     split: StepSplit
     stock: tuple[tuple[slice, Any], ...]  # with the metadata of these rows
-    sparse: tuple[tuple[slice, SparseRequest, PageTable | None], ...]  # with its cached tokens; None: it has none
+    sparse: tuple[tuple[slice, SparseRequest, PageTable | None], ...]  # with its cached tokens, None without any
 
 
 class Splitter:
-    """Splits the steps of the layers of one builder."""
+    """Splits the steps of one builder's layers: the attribute ``flexmask`` of the builder."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self.engine = engine
-        self.policy = engine.options.policy  # of latent attention another
+        self.policy = engine.options.policy  # latent attention replaces it
 
     def split(self, common: Any) -> StepSplit:
         num_reqs = common.num_reqs
-        if common.max_query_len < self.policy.least_rows:  # as when all decode: reads no request by itself
+        if common.max_query_len < self.policy.least_rows:  # as when all decode: do not read the requests one by one
             rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
             prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
             # requests that pad the batch for a CUDA graph have no rows, and may have no entry in is_prefilling
@@ -48,7 +48,7 @@ class Splitter:
 
 
 def step_reason(common: Any) -> str | None:
-    """Give the reason if all rows of a step run stock."""
+    """Return why all rows of a step run stock, or None."""
     if common.causal is not True:
         return "attention of a step is not causal"
     if common.seq_lens_cpu_upper_bound is None:
@@ -61,7 +61,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
     """Mixin before a stock builder; its metadata carries the split step as ``flexmask_step``.
 
     Metadata without it runs stock: for CUDA graph capture, for layers none of which is sparse, and from wrappers of this builder
-    (chunked local attention, fast prefill), which show attention other requests.
+    (chunked local attention, fast prefill), which rewrite the batch.
     """
 
     # the parts of the metadata would keep the old block table
@@ -77,12 +77,15 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
             if type(self) is self.flexmask_own:
                 self.flexmask = Splitter(engine)
             else:
-                engine.counters.warn_once(f"{type(self).__name__} shows layers other requests")
+                engine.counters.warn_once(
+                    f"{type(self).__name__} rewrites the batch, as for chunked local attention, so layers do not see the "
+                    "scheduler's requests"
+                )
         follow_requests(vllm_config)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """At most graphs of uniform decoding batches."""
+        """The stock support, at most for graphs of uniform decoding batches."""
         stock = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return min(stock, AttentionCGSupport.UNIFORM_BATCH, key=lambda support: support.value)
 
@@ -97,7 +100,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
 
     @contextmanager
     def flexmask_off(self) -> Iterator[None]:
-        """Split nothing inside, where stock functions call `build`."""
+        """Split nothing inside this context, where stock functions call `build`."""
         splitter = self.flexmask
         try:
             self.flexmask = None
@@ -113,26 +116,26 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         return metadata
 
     def flexmask_decoding(self, metadata: Any) -> tuple[int, int]:
-        """Requests and rows at the beginning of the step that get metadata and kernels of their own."""
+        """Number of requests and of rows at the beginning of the step that get metadata and kernels of their own."""
         return 0, 0
 
     def flexmask_part(self, common: Any) -> Any:
-        """Metadata of a part of the step's requests."""
+        """Metadata for a part of the step's requests."""
         # fast: the one buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
         return super().build(0, common, True)
 
     def flexmask_step_of(self, split: StepSplit, common: Any, first: int, first_row: int) -> Step:
-        """The step of a split, whose stock part begins at a request, and its rows at that request's."""
+        """The step of a split; its stock part begins at request `first`, and rows count from `first_row`."""
 
         def rows(part: SparseRequest | StockSpan) -> slice:
             return slice(part.start - first_row, part.stop - first_row)
 
-        behind = [
+        remaining = [
             x._replace(first_request=max(x.first_request, first), start=max(x.start, first_row))
             for x in split.stock
             if x.end_request > first
         ]
-        spans = behind if split.sparse else []  # else the metadata of all rows serves
+        spans = remaining if split.sparse else []  # else the metadata of all rows serves
         slices = [UBatchSlice(slice(x.first_request, x.end_request), slice(x.start, x.stop)) for x in spans]
         parts = map(self.flexmask_part, split_attn_metadata(slices, common) if slices else ())
         stock = tuple(zip(map(rows, spans), parts, strict=True))

@@ -1,4 +1,4 @@
-"""One engine process: options, the role of every attention layer, work before the first request."""
+"""One engine process: refused servers, the role of every attention layer, work before the first request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.integrations.serving.layers import Role, SparseLayer, Stock, role_
 from flexmask.integrations.serving.options import RequestOptions, decoded_options
 from flexmask.integrations.serving.split import StepSplit
 from flexmask.integrations.serving.versions import faults_in
-from flexmask.integrations.vllm.layers import layer_number, layer_reason, shape_of
+from flexmask.integrations.vllm.layers import layer_index, layer_reason, shape_of
 from flexmask.integrations.vllm.options import serving_options
 from flexmask.integrations.vllm.registration import wrap_once
 
@@ -33,22 +33,22 @@ _WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # beginnings of the ids of the requ
 
 
 def refuse_server(vllm_config: Any) -> None:
-    """Raise ValueError for a server with an option that flexmask refuses, which it names."""
+    """Raise ValueError for a server with an option that flexmask refuses, and name the option."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name)
         if size > 1:
             raise ValueError(f"{name} must be 1 with flexmask, whose masks need all of a prompt; got {size}")
-    unrun = {"--enable-sleep-mode": model.enable_sleep_mode, "--enable-dbo (or --ubatch-size)": parallel.use_ubatching}
-    for name, is_on in unrun.items():
+    untested = {"--enable-sleep-mode": model.enable_sleep_mode, "--enable-dbo (or --ubatch-size)": parallel.use_ubatching}
+    for name, is_on in untested.items():
         if is_on:
-            raise ValueError(f"{name} must be off with flexmask, which was not run with it")
+            raise ValueError(f"{name} must be off with flexmask, which has not been tested with it")
     if getattr(model, "original_max_model_len", None) == -1:
         raise ValueError("--max-model-len must be a number with flexmask, which reserves memory for such a prompt; got -1")
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         raise ValueError("VLLM_BATCH_INVARIANT must be off with flexmask: a row's blocks depend on the chunk that it comes in")
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false"):
-        raise ValueError("VLLM_USE_RUST_FRONTEND must be off with flexmask, whose requests it does not read")
+        raise ValueError("VLLM_USE_RUST_FRONTEND must be off with flexmask, which cannot read requests that pass through it")
 
 
 class VLLMEngine(Engine):
@@ -70,7 +70,7 @@ class VLLMEngine(Engine):
     def note_requests(
         self, new: Mapping[str, RequestOptions | None], order: Sequence[str], alive: Collection[str], prompt_lens: Sequence[int]
     ) -> None:
-        """Note the options of new requests, and the order and lengths of a step's; those no longer alive are forgotten."""
+        """Note the options of new requests, and the order and prompt lengths of a step's; forget requests that have ended."""
         self.prompt_lens = prompt_lens
         known = {**self._options_by_id, **new}
         self._options_by_id = {name: options for name, options in known.items() if options is not None and name in alive}
@@ -81,24 +81,24 @@ class VLLMEngine(Engine):
         if not self._in_warm_up:
             super().count_step(role, split, is_sparse)
 
-    def assign_role(self, name: str, model: str, given: Mapping[str, Any]) -> Role:
-        """The role of a layer whose implementation got the arguments `given`, from now on; `model` is a path."""
+    def assign_role(self, name: str, model: str, impl_args: Mapping[str, Any]) -> Role:
+        """The role of a layer from now on; `model` is a path, `impl_args` are the arguments of the layer's implementation."""
         with _LOCK:
             if name not in self.roles:
-                self.roles[name] = self._role(layer_number(name), model, given)
+                self.roles[name] = self._role(layer_index(name), model, impl_args)
             return self.roles[name]
 
-    def _role(self, number: int | None, model: str, given: Mapping[str, Any]) -> Role:
+    def _role(self, index: int | None, model: str, impl_args: Mapping[str, Any]) -> Role:
         target = self._vllm_config.model_config
-        # a model's own draft layers continue its numbers
-        if model != target.model or (number is not None and number >= target.get_total_num_hidden_layers()):
+        # a model's own draft layers continue its indices
+        if model != target.model or (index is not None and index >= target.get_total_num_hidden_layers()):
             return Stock(DRAFT)
         if target.rswa_window is not None:
             return Stock("a window that leaves the prompt visible")
-        reason = layer_reason(given, self.dtype)
-        if reason is not None or number is None:
+        reason = layer_reason(impl_args, self.dtype)
+        if reason is not None or index is None:
             return Stock(reason or "no layer number in its name")
-        return role_of_shape(shape_of(given), number, self.options.settings, *_tensor_parallel_rank())
+        return role_of_shape(shape_of(impl_args), index, self.options.settings, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
         """Once: assign the roles of all layers, log them, compile, and make the largest call if memory is being measured."""
@@ -152,14 +152,14 @@ class VLLMEngine(Engine):
         layer.impl.flexmask.assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:
-        """More rows than a backend of latent attention decodes. vLLM raises it for guesses, but no builder exists yet."""
+        """The least rows that latent attention does not decode, by a bare builder. vLLM raises it for speculative decoding."""
         bare = builder.__new__(builder)
         bare.vllm_config = self._vllm_config
         bare._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
         return int(bare.reorder_batch_threshold) + 1
 
     def calling_layers(self) -> tuple[type, ...]:
-        """Types of layers that call their implementation; those of a model's own file (Kimi Linear) may not."""
+        """Types of layers that call their implementation; layers of a model's own file (Kimi Linear) may not."""
         from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         return Attention, MLAAttention
@@ -171,12 +171,12 @@ def _tensor_parallel_rank() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-# per process: layers and builders share nothing but vLLM's configuration, which a draft model copies; they hold the engine
+# of this process; weak, as layers and builders hold the engine. All that they share is vLLM's configuration, which a draft copies
 _ENGINES: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
 def engine_of(vllm_config: Any) -> VLLMEngine:
-    """The engine of a configuration, made at the first call; a draft's copy shares the registry of layers, its identity."""
+    """The engine of a configuration, made at the first call. A draft model's copy has the same, by the registry of layers."""
     with _LOCK:
         engine = existing_engine(vllm_config)
         if engine is None:
@@ -186,13 +186,13 @@ def engine_of(vllm_config: Any) -> VLLMEngine:
 
 
 def existing_engine(vllm_config: Any) -> VLLMEngine | None:
-    """The engine of a configuration, if it was made: one without our backend has none."""
+    """The engine of a configuration if it was made; a server without our backend has none."""
     layers = vllm_config.compilation_config.static_forward_context
     return next((each for each in _ENGINES if each.layers is layers), None)
 
 
 def follow_requests(vllm_config: Any) -> None:
-    """Have vLLM's model runner call `VLLMEngine.note_requests` before each step; ImportError if its interfaces are others."""
+    """Have vLLM's model runner call `VLLMEngine.note_requests` before each step; ImportError if its interfaces differ."""
     if vllm_config.use_v2_model_runner:
         from vllm.v1.worker.gpu import input_batch, model_runner
 

@@ -1,4 +1,4 @@
-"""The attention implementation: the stock one without the long prefills of sparse layers, which go to `Engine.attend`."""
+"""The attention implementation: the stock one, except long prefills of sparse layers, which go to `Engine.attend`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexmask.integrations.serving.engine import StockBase
 from flexmask.integrations.serving.layers import Role, SparseLayer
 from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
-from flexmask.integrations.vllm.layers import given_arguments
+from flexmask.integrations.vllm.layers import bound_arguments
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8, kernel_serves
 
 if HAS_TRITON:
@@ -23,32 +23,32 @@ if HAS_TRITON:
 
 
 class PluginLayer:
-    """What the plug-in has of one layer: the attribute ``flexmask`` of its implementation."""
+    """The plug-in's part of one layer: the attribute ``flexmask`` of the layer's implementation."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, impl_args: dict[str, Any]) -> None:
         config = get_current_vllm_config()
         self.engine = engine_of(config)
-        self.given = given  # the implementation's arguments
-        self.cache: str = given.get("kv_cache_dtype") or "auto"
+        self.impl_args = impl_args  # the implementation's arguments by name
+        self.cache_dtype: str = impl_args.get("kv_cache_dtype") or "auto"
         # vLLM tags the model it loads; a draft's layers may have the target's configuration
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self.model: str = DRAFT if is_draft else config.model_config.model
         self.role: Role | None = None
 
     def assign_role(self, name: str) -> None:
-        """Note the role of the layer, whose name vLLM tells later."""
+        """Assign the role of the layer, once vLLM has told its name."""
         if self.role is None:
-            self.role = self.engine.assign_role(name, self.model, self.given)
+            self.role = self.engine.assign_role(name, self.model, self.impl_args)
 
     def sparse_step(self, attn_metadata: Any, scale: float) -> tuple[SparseLayer, Step] | None:
-        """The role of the layer and the split step, if the layer runs it sparse; counts the step's tokens."""
+        """The layer's role and the split step, or None if the layer runs stock in it; counts the step's tokens."""
         step: Step | None = getattr(attn_metadata, "flexmask_step", None)
         role = self.role
         if step is None or not isinstance(role, SparseLayer):
             return None
         fits = scale == role.scale
         if not fits:
-            # vLLM's Transformers backend sets it at every forward; kernels are compiled for that of construction
+            # vLLM's Transformers backend sets the scale at every forward; kernels are compiled for that of construction
             self.engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
         self.engine.count_step(role, step.split, fits)
         return (role, step) if fits and step.sparse else None
@@ -61,10 +61,10 @@ class PluginMixin(StockBase):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.flexmask = PluginLayer(given_arguments(super().__init__, *arguments, **options))
+        self.flexmask = PluginLayer(bound_arguments(super().__init__, *arguments, **options))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """False: sparse rows are written unquantized."""
+        """Return False: sparse rows are written unquantized."""
         return False
 
 
@@ -94,11 +94,11 @@ class SparsePrefillImpl(PluginMixin):
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.num_heads // role.num_kv_heads, 0)
-                queries = in_fp8(queries, self.flexmask.cache).to(output.dtype).mul_(by_head)
+                queries = in_fp8(queries, self.flexmask.cache_dtype).to(output.dtype).mul_(by_head)
             if page_table is not None and role.window is not None:
                 # vLLM frees pages before the window of the first row
                 page_table = page_table.since(max(0, request.cached_len - role.window + 1))
-            # not named here: a request's keys and values are gone before the next one's are made
+            # not named here, so that a request's keys and values are freed before the next one's are made
             output[rows] = self.flexmask.engine.attend(
                 role,
                 request,
@@ -111,24 +111,24 @@ class SparsePrefillImpl(PluginMixin):
     def flexmask_keys_and_values(
         self, layer: Any, kv_cache: Tensor, page_table: PageTable | None, chunk: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a request's tokens, zero before the table's first; gathered rows are freed before it returns."""
-        cache = self.flexmask.cache
+        """A request's keys and values, zero before the table's first token. Gathered rows are freed before this returns."""
+        cache_dtype = self.flexmask.cache_dtype
         # a reader of another cache overrides `flexmask_gather`
-        is_plain = cache not in FP8_CACHES and type(self).flexmask_gather is SparsePrefillImpl.flexmask_gather
+        is_plain = cache_dtype not in FP8_CACHES and type(self).flexmask_gather is SparsePrefillImpl.flexmask_gather
         if page_table is not None and is_plain and kernel_serves(kv_cache, chunk):
             return pages_kernel.keys_and_values(kv_cache, page_table, chunk)
-        scales = (layer._k_scale, layer._v_scale) if cache in FP8_CACHES else (None, None)
+        scales = (layer._k_scale, layer._v_scale) if cache_dtype in FP8_CACHES else (None, None)
         cached: tuple[Tensor | None, Tensor | None] = (None, None)
         if page_table is not None:
             keys, values = self.flexmask_gather(layer, kv_cache, page_table)
-            cached = in_fp8(keys, cache), in_fp8(values, cache)
+            cached = in_fp8(keys, cache_dtype), in_fp8(values, cache_dtype)
         skipped = 0 if page_table is None else page_table.first
-        made = [concat_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True)]
-        return made[0], made[1]
+        key, value = (concat_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True))
+        return key, value
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: PageTable) -> tuple[Tensor, Tensor]:
         """Keys and values of these tokens from the cache, (num_kv_heads, tokens, head_dim) each."""
-        return gathered(kv_cache, page_table, self.flexmask.given["head_size"])
+        return gathered(kv_cache, page_table, self.flexmask.impl_args["head_size"])
 
 
 class SparseLatentImpl(PluginMixin):
@@ -138,7 +138,7 @@ class SparseLatentImpl(PluginMixin):
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, k_scale: Tensor,
         output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """The prefills of one step, whose rows follow those of decoding."""
+        """Attention of one step's prefills, whose rows follow the decoding rows."""
         found = self.flexmask.sparse_step(attn_metadata, float(self.scale))
         if found is None:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
@@ -148,7 +148,7 @@ class SparseLatentImpl(PluginMixin):
             part = (q[rows], kv_c_normed[rows], k_pe[rows])
             super().forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
         for rows, request, page_table in step.sparse:
-            # not named here: a request's keys and values are gone before the next one's are made
+            # not named here, so that a request's keys and values are freed before the next one's are made
             output[rows] = self.flexmask.engine.attend(
                 role, request, q[rows], *self.flexmask_expanded(kv_c_and_k_pe_cache, page_table, kv_c_normed[rows], k_pe[rows])
             ).flatten(1)
@@ -156,7 +156,7 @@ class SparseLatentImpl(PluginMixin):
     def flexmask_expanded(
         self, kv_cache: Tensor, page_table: PageTable | None, latent: Tensor, rotated: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of every head, of a request's cached tokens and its chunk's latent rows."""
+        """Keys and values of every head, expanded from the latent rows of a request's cached tokens and of its chunk."""
         if page_table is not None:
             page, offset = page_table.pages_and_offsets(kv_cache.shape[1])
             cached = kv_cache[page, offset].split([latent.shape[-1], rotated.shape[-1]], -1)

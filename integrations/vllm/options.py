@@ -12,6 +12,6 @@ KERNELS = ("FLASH_ATTN", "TRITON_ATTN")  # vLLM's backends for everything that i
 
 
 def serving_options(additional_config: Any, model_config: Any = None) -> ServingOptions:
-    """`read_options` of ``additional_config["flexmask"]``; an additional_config that is not a dict has none."""
+    """Read the options in ``additional_config["flexmask"]``; there are none if additional_config is not a dict."""
     given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
     return read_options(given, f"additional_config[{KEY!r}]", "additional_config", KERNELS, KERNELS[0], model_config)

@@ -1,4 +1,4 @@
-"""Gathers keys and values of one request from the pages of vLLM's cache."""
+"""Gathers one request's keys and values from the pages of vLLM's cache."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class PageTable:
     def __init__(self, row: Tensor, stop: int, first: int = 0) -> None:
         self.row = row.contiguous()
         self.first, self.stop = first, stop
-        self._made: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def since(self, first: int) -> PageTable:
-        """The same without tokens before `first`."""
+        """The table without tokens before `first`."""
         return self if first == self.first else self._once(("since", first), lambda: PageTable(self.row, self.stop, first))
 
     def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ class PageTable:
         return self._once(("offsets", page_size), make)
 
     def slots(self, page_size: int) -> Tensor:
-        """Slot of every token among those of all pages, (tokens,) int64."""
+        """Slot of every token, counted through all pages, (tokens,) int64."""
         page, offset = self.pages_and_offsets(page_size)
         return self._once(("slots", page_size), lambda: page * page_size + offset)
 
@@ -85,6 +85,6 @@ def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
     return HAS_TRITON and fits and all(x.is_cuda and x.dtype == cache.dtype and x.stride(-1) == 1 for x in (cache, key, value))
 
 
-def in_fp8(numbers: Tensor, cache: str) -> Tensor:
-    """The numbers of a cache, one of `FP8_CACHES`, which may be given as bytes."""
-    return numbers if numbers.is_floating_point() else numbers.view(FP8_CACHES[cache])
+def in_fp8(numbers: Tensor, cache_dtype: str) -> Tensor:
+    """`numbers` as they are, or if they come as bytes in the dtype of this cache (`FP8_CACHES`)."""
+    return numbers if numbers.is_floating_point() else numbers.view(FP8_CACHES[cache_dtype])

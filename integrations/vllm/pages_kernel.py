@@ -1,4 +1,4 @@
-"""Triton kernel for a request's keys and values: one launch copies those in pages of vLLM's cache, and those of the chunk."""
+"""Triton kernel for a request's keys and values: one launch copies those in pages of vLLM's cache and those of the chunk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask.integrations.vllm.pages import PageTable
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
-_TILE = 4096  # numbers of a program: so many of keys, as many of values
+_TILE = 4096  # numbers that a program copies, of keys and of values each
 
 
 @kernel
@@ -51,9 +51,9 @@ def _keys_and_values_kernel(
 
 
 def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Those of all of a request's tokens, (num_kv_heads, tokens, head_dim) each and contiguous; for what `kernel_serves`.
+    """Keys and values of all of a request's tokens, (num_kv_heads, tokens, head_dim) each and contiguous, if `kernel_serves`.
 
-    As `gathered` and then `concat_cached`, of keys and of values. The chunk's, (rows, num_kv_heads, head_dim) each, stand behind
+    As `gathered` and then `concat_cached` give them. Those of the `chunk`, (rows, num_kv_heads, head_dim) each, stand behind
     the cached ones. Tokens before the table's first are zero.
     """
     chunk_key, chunk_value = chunk
@@ -71,9 +71,9 @@ def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, T
 
 
 def compile_for(head_dims: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile for layers of these widths, so that requests compile nothing.
+    """Compile for layers with these head_dims, so that requests compile nothing.
 
-    Where 16 divides a width it divides all strides, and one compilation serves every memory order.
+    Where 16 divides the head_dim it divides all strides, and one compilation serves every memory order.
     """
     for head_dim in dict.fromkeys(head_dims):
         chunk = torch.zeros(2, 1, 1, head_dim, dtype=dtype, device=device)

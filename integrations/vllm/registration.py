@@ -24,14 +24,15 @@ def register() -> None:
     custom = AttentionBackendEnum.CUSTOM
     path = f"{_BACKENDS}.Custom"
     if custom.is_overridden() and custom.get_path() != path:
-        _log.warning("flexmask: attention backend CUSTOM is taken by %s and stays so", custom.get_path())
+        taken = "flexmask: attention backend CUSTOM is already registered to %s, so flexmask is not registered"
+        _log.warning(taken, custom.get_path())
     else:
         register_backend(custom, path)
     encode_requests()
 
 
 def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a function of a class by `around`, which gets the stock one first; once, as plug-ins may be loaded again."""
+    """Replace a function of a class by `around`, whose first argument is the stock function; once, as plug-ins may load again."""
     stock = getattr(owner, name)
     if hasattr(stock, "flexmask_stock"):
         return
@@ -48,7 +49,7 @@ def encode_requests() -> None:
     """Make vLLM's front end refuse wrong options of a request, and keep cached prefixes of different options apart."""
     try:
         from vllm.v1.engine.input_processor import InputProcessor
-    except ImportError:  # of a release that is refused where our backend is chosen
+    except ImportError:  # a release that is refused once our backend is chosen
         return
 
     def process_inputs(stock: Any, processor: Any, *arguments: Any, **options: Any) -> Any:
@@ -58,10 +59,10 @@ def encode_requests() -> None:
             return request
         from flexmask.integrations.serving.options import prefix_key
 
-        given = getattr(params, "extra_args", None)
-        requested = _options_of(given, processor)
+        extra_args = getattr(params, "extra_args", None)
+        requested = _options_of(extra_args, processor)
         if requested is not None:
-            params.extra_args = requested.encoded_in(given)
+            params.extra_args = requested.encoded_in(extra_args)
         request.cache_salt = prefix_key(request.cache_salt, requested)
         return request
 
@@ -73,7 +74,7 @@ def is_ours(vllm_config: Any) -> bool:
     return getattr(vllm_config.attention_config.backend, "name", None) == "CUSTOM"
 
 
-def _options_of(given: Any, processor: Any) -> RequestOptions | None:
+def _options_of(extra_args: Any, processor: Any) -> RequestOptions | None:
     from vllm.exceptions import VLLMValidationError
 
     from flexmask.integrations.serving.options import request_options
@@ -81,12 +82,12 @@ def _options_of(given: Any, processor: Any) -> RequestOptions | None:
 
     config = processor.vllm_config
 
-    def server() -> ServingOptions:
+    def read_server_options() -> ServingOptions:
         if not hasattr(processor, "flexmask_options"):  # as the engine has read them at its start
             processor.flexmask_options = serving_options(config.additional_config, config.model_config.hf_config)
         return cast("ServingOptions", processor.flexmask_options)
 
     try:
-        return request_options(given, server, config.parallel_config.tensor_parallel_size)
+        return request_options(extra_args, read_server_options, config.parallel_config.tensor_parallel_size)
     except ValueError as error:  # which servers answer with status 500
         raise VLLMValidationError(str(error)) from None

@@ -53,15 +53,15 @@ _LATENT: dict[str, tuple[str, ...] | set[str]] = {
 
 
 def _arguments(impl: type) -> set[str]:
-    """Including classes that get the rest of its keywords."""
-    made = [vars(base)["__init__"] for base in impl.__mro__ if "__init__" in vars(base) and base is not object]
-    passes = [any(x.kind is x.VAR_KEYWORD for x in inspect.signature(init).parameters.values()) for init in made]
-    number = passes.index(False) + 1 if False in passes else len(made)
-    return {name for init in made[:number] for name in inspect.signature(init).parameters}
+    """Names of the arguments of ``__init__``, including those that base classes receive through keywords."""
+    inits = [vars(base)["__init__"] for base in impl.__mro__ if "__init__" in vars(base) and base is not object]
+    passes = [any(x.kind is x.VAR_KEYWORD for x in inspect.signature(init).parameters.values()) for init in inits]
+    num_inits = passes.index(False) + 1 if False in passes else len(inits)
+    return {name for init in inits[:num_inits] for name in inspect.signature(init).parameters}
 
 
 def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
-    """Of 3 pages of 16 tokens, with 2 key heads of 64 or latent rows of 576; () if vLLM does not say."""
+    """The shape of a cache of 3 pages of 16 tokens, with 2 key heads of 64 or latent rows of 576; () if vLLM does not say."""
     from vllm.v1 import kv_cache_interface as caches
 
     if not hasattr(caches, "compute_layer_kv_cache_shape_bytes"):
@@ -75,7 +75,7 @@ def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
 
 
 def interface_faults(stock: Any) -> list[str]:
-    """Differences of the installed vLLM from the interfaces that the plug-in needs."""
+    """Differences between the installed vLLM and the interfaces that the plug-in needs; [] if none."""
     from vllm import config
     from vllm.compilation import backends
     from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata

@@ -10,7 +10,7 @@ import torch
 from flexmask.attend import AttentionResult
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import block_visibility, visible_blocks
-from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
+from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.settings import PrefillSettings
 from flexmask.stats import dense_stats
@@ -110,7 +110,7 @@ def test_heads_are_looked_at_in_the_first_sparse_step_after_a_log():
         told.append((sparse, counters.statistics))
         if logs:
             counters.log()
-    assert [names == IN_SOME_STEPS for sparse, names in told if sparse] == [True, False, False, True, False]
+    assert [names == SAMPLED_STATISTICS for sparse, names in told if sparse] == [True, False, False, True, False]
     # a look that is over is not added to
     assert counters.statistics == ()
     counters.add_call(LAYERS[0], looked_at(coverage=[0.0, 0.0]), 70, 70)

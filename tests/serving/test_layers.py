@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from flexmask import sparse_attention
 from flexmask.integrations.serving import chunk as chunk_module
 from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk, concat_cached
-from flexmask.integrations.serving.counters import IN_SOME_STEPS, Counters
+from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
 from flexmask.settings import PrefillSettings
@@ -41,10 +41,10 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
         compiled = dynamo_counters["stats"]["unique_graphs"]
         for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             given = chunk(rows)
-            ours = attend_chunk(layer, *given, statistics=IN_SOME_STEPS)
+            ours = attend_chunk(layer, *given, statistics=SAMPLED_STATISTICS)
             expected, stats = by_the_core(*given, dense_below=0, **OPTIONS)
             torch.testing.assert_close(ours.out.transpose(0, 1), expected[0])
-            for name in IN_SOME_STEPS:
+            for name in SAMPLED_STATISTICS:
                 torch.testing.assert_close(getattr(ours.stats, name), getattr(stats, name))
             assert ours.stats.density.mean() < 0.9
             assert attend_chunk(layer, *given).stats is None

@@ -66,7 +66,7 @@ def test_a_file_holds_settings(of, tmp_path):
     path.write_text(json.dumps(of(gamma=0.7, dense_layers=[1]).settings.to_dict()), encoding="utf-8")
     options = of(file=str(path))
     assert (options.settings.options["gamma"], options.settings.dense_layers, options.source) == (0.7, (1,), str(path))
-    with pytest.raises(ValueError, match="file must come without settings of its own; got \\['gamma'\\] too"):
+    with pytest.raises(ValueError, match="file cannot be combined with other settings; got \\['gamma'\\] too"):
         of(file=str(path), gamma=0.9)
     path.write_text("[]", encoding="utf-8")
     with pytest.raises(ValueError, match=r"settings.json: must be a JSON object of options; got list"):
@@ -169,7 +169,7 @@ def test_prefixes_have_one_key_for_each_pair_of_options_and_the_client_s_key():
         ({"flexmask_gamma": True}, "flexmask_gamma must be a number; got bool"),
         ({"flexmask_gamma": [0.5, 0.6]}, "flexmask_gamma must be a number; got list"),
         ({"flexmask_dense": "yes"}, "flexmask_dense must be true or false; got 'yes'"),
-        ({"flexmask_dense": True, "flexmask_gamma": 0.9}, "flexmask_gamma must come without flexmask_dense"),
+        ({"flexmask_dense": True, "flexmask_gamma": 0.9}, "flexmask_gamma cannot be combined with flexmask_dense"),
     ],
 )
 def test_bad_options_are_refused_by_name(given, message):

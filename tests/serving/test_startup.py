@@ -6,10 +6,10 @@ from torch._dynamo.utils import counters as dynamo_counters
 
 from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import (
-    bytes_of,
     call_of_size,
     grouped_sizes,
-    heads_together,
+    heads_per_mask,
+    peak_memory_of,
     reserve,
     warm_sizes,
     warm_up,
@@ -42,11 +42,11 @@ def test_sizes_of_the_warm_up():
 def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
     layer = layer_of(**FEW_HEADS)
     sizes = grouped_sizes(layer, largest, CPU)
-    found = [(heads_together(layer, size, CPU), size[0] == size[1]) for size in sizes]
+    found = [(heads_per_mask(layer, size, CPU), size[0] == size[1]) for size in sizes]
     reached = set()
     for tokens in range(160, largest[1] + 1, 32):
         for size in ((tokens, tokens), (min(largest[0], tokens - 64), tokens)):
-            heads = heads_together(layer, size, CPU)
+            heads = heads_per_mask(layer, size, CPU)
             if size[0] <= largest[0] and heads < 4:
                 reached.add((heads, size[0] == size[1]))
     assert len(reached) >= 2
@@ -67,7 +67,7 @@ def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
             call_of_size(layer, size, CPU, torch.float32, ("density",))
         compiled = dynamo_counters["stats"]["unique_graphs"]
         for size in ((1024, 1024), (800, 1024), (900, 900)):
-            assert heads_together(layer, size, CPU) < 4
+            assert heads_per_mask(layer, size, CPU) < 4
             call_of_size(layer, size, CPU, torch.float32, ("density",))
     assert dynamo_counters["stats"]["unique_graphs"] == compiled
 
@@ -80,7 +80,7 @@ def test_the_largest_call_needs_its_keys_twice_and_more():
     with torch.inference_mode():
         warm_up([layer], size, device, torch.bfloat16, True)
         before = torch.cuda.memory_allocated(device)
-        needed = bytes_of(lambda: reserve([layer], size, device, torch.bfloat16, True), device)
+        needed = peak_memory_of(lambda: reserve([layer], size, device, torch.bfloat16, True), device)
     keys_and_values = 2 * 2 * size[1] * 2 * 32
     assert needed > 2 * keys_and_values
     assert torch.cuda.memory_allocated(device) == before

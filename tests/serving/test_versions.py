@@ -30,9 +30,13 @@ def test_older_releases_are_refused_and_newer_ones_served_with_a_warning_if_thei
         refuse_older(engine, version)
         assert check_interfaces(engine, version, []) is None
     refuse_older(engine, newer)
-    assert check_interfaces(engine, newer, []).startswith(f"{start}{newer}, which it was not run with. Its interfaces fit")
+    assert check_interfaces(engine, newer, []).startswith(
+        f"{start}{newer}, which flexmask has not been tested with. Its interfaces match"
+    )
     for version in (*served, newer):
-        with pytest.raises(ImportError, match=f"{start}{version}, whose interfaces are others: one; two"):
+        with pytest.raises(
+            ImportError, match=f"{start}{version}, whose interfaces differ from those that flexmask needs: one; two"
+        ):
             check_interfaces(engine, version, ["one", "two"])
     with pytest.raises(ImportError, match=f"{start}{older}, which no release of flexmask has served"):
         refuse_older(engine, older)

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPoo
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from flexmask.integrations.serving.options import ServingOptions
-from flexmask.integrations.sglang.backend import sparse
+from flexmask.integrations.sglang.backend import sparse_backend
 from flexmask.integrations.sglang.engine import SGLangEngine
 from flexmask.settings import PrefillSettings
 
@@ -38,7 +38,7 @@ class Served:
         self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:
             self.engine = SGLangEngine(self.runner, ServingOptions(settings, kernel))
-            self.backend = sparse(self.backend, self.runner, self.engine)
+            self.backend = sparse_backend(self.backend, self.runner, self.engine)
         # slots of requests are mixed in the cache
         order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
         self.requests.req_to_token[:8, :512] = order.view(8, 512).int()

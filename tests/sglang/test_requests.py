@@ -6,7 +6,7 @@ import pytest
 
 from flexmask.integrations.serving.options import RequestOptions, decoded_options
 from flexmask.integrations.sglang.options import VARIABLE
-from flexmask.integrations.sglang.registration import _read
+from flexmask.integrations.sglang.registration import _encode_request
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def read(monkeypatch):
         monkeypatch.setenv(VARIABLE, server)
         made = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=custom_params), **key)
         args = SimpleNamespace(prefill_attention_backend=prefill, tp_size=ranks)
-        _read(made, SimpleNamespace(server_args=args, model_config=SimpleNamespace(hf_config=None)))
+        _encode_request(made, SimpleNamespace(server_args=args, model_config=SimpleNamespace(hf_config=None)))
         return made
 
     return read

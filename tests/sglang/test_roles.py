@@ -109,12 +109,12 @@ def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_m
     ours = Served(SPARSE)
     counters = ours.engine.counters
     # memory that graphs must not take, until they are captured
-    ours.engine._held = torch.empty(1)
+    ours.engine._reserved = torch.empty(1)
     ours.step([(0, 0, 200)], rids=None)
-    assert ours.engine._held is not None
+    assert ours.engine._reserved is not None
     assert (counters.sparse_tokens, counters.dense_tokens, counters.density) == (0, 0, None)
     ours.step([(0, 0, 200), (1, 0, 20)])
-    assert ours.engine._held is None
+    assert ours.engine._reserved is None
     ours.step([(0, 200, 1)], ForwardMode.DECODE)
     assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
     assert counters.density is not None

@@ -22,9 +22,9 @@ def served():
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode.name not in PROMPTS], ids=lambda mode: mode.name)
 def test_other_steps_have_no_split(mode, served):
     served.engine.begin_step(served.batch(CHUNKS, ForwardMode.MIXED))
-    assert served.engine.counted.sparse
+    assert served.engine.split_to_count.sparse
     served.engine.begin_step(served.batch(CHUNKS, mode))
-    assert served.engine.step is served.engine.counted is None
+    assert served.engine.step is served.engine.split_to_count is None
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_steps_with_something_special_run_stock_and_count(name, value, dense_tok
     batch = served.batch(CHUNKS, ForwardMode.MIXED, **{name: value})
     served.engine.begin_step(batch)
     assert served.engine.step is None
-    split = served.engine.counted
+    split = served.engine.split_to_count
     assert (split.sparse, split.sparse_tokens, split.dense_tokens) == ((), 0, dense_tokens)
     assert step_reason(batch) == reason
 
@@ -49,7 +49,7 @@ def test_the_rest_of_a_step_is_a_batch_of_its_own(served):
     served.engine.begin_step(batch)
     step = served.engine.step
     # a row of decoding is neither
-    assert (served.engine.counted.sparse_tokens, served.engine.counted.dense_tokens) == (240, 37)
+    assert (served.engine.split_to_count.sparse_tokens, served.engine.split_to_count.dense_tokens) == (240, 37)
     assert torch.equal(step.stock_rows, torch.tensor([0, *range(201, 208), *range(248, 278)]))
     part, wanted = step.stock_batch, served.batch(CHUNKS[::2], ForwardMode.MIXED)
     for name in vars(wanted).keys() - {"rids"}:

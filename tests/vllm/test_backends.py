@@ -104,7 +104,7 @@ def test_latent_layers_prepare_ours_where_memory_is_measured(monkeypatch):
     ("version", "served", "told"),
     [
         ("0.31.0", pytest.raises(ImportError, match="no release of flexmask has served"), "no release of flexmask has served"),
-        ("0.34.0", nullcontext(), "Its interfaces fit: it is served"),
+        ("0.34.0", nullcontext(), "Its interfaces match, so flexmask runs"),
     ],
 )
 def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, told, monkeypatch, caplog):
@@ -113,7 +113,7 @@ def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, tol
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     if version == "0.31.0":  # whose interfaces may be any
         monkeypatch.setattr(backends, "interface_faults", Mock(side_effect=AttributeError))
-        monkeypatch.setattr(backends, "_of_the_model", Mock(side_effect=AttributeError))
+        monkeypatch.setattr(backends, "_backend_name_for_model", Mock(side_effect=AttributeError))
     with served:
         assert backends.Custom.get_name() == "CUSTOM"
     assert told in caplog.text

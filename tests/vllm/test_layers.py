@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flexmask.integrations.serving.layers import SparseLayer, Stock, role_of_shape
-from flexmask.integrations.vllm.layers import layer_number, layer_reason, shape_of
+from flexmask.integrations.vllm.layers import layer_index, layer_reason, shape_of
 from flexmask.settings import PrefillSettings
 
 Kind = Enum("Kind", {"ENCODER": "encoder", "DECODER": "decoder"}, type=str)
@@ -22,7 +22,7 @@ def role(number=1, settings=None, dtype=torch.bfloat16, ranks=(0, 1), **given):
 
 def test_number_of_a_layer_by_its_name():
     numbers = {"model.layers.3.self_attn.attn": 3, "transformer.h.11.attn": 11, "attn": None, "a.1.b.2.attn": None}
-    assert {name: layer_number(name) for name in numbers} == numbers
+    assert {name: layer_index(name) for name in numbers} == numbers
 
 
 LATENT: dict[str, Any] = {"head_size": 576, "num_kv_heads": 1, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128}

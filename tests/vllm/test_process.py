@@ -33,7 +33,7 @@ def place(monkeypatch):
         ({"dense_layers": [7]}, {}, "dense_layers must hold layer indices below 3"),
         ({}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size must be 1 with flexmask"),
         ({}, {"prefill_context_parallel_size": 4}, "prefill_context_parallel_size must be 1 .* got 4"),
-        ({}, {"enable_sleep_mode": True}, "--enable-sleep-mode must be off with flexmask, which was not run with it"),
+        ({}, {"enable_sleep_mode": True}, "--enable-sleep-mode must be off with flexmask, which has not been tested with it"),
         ({}, {"use_ubatching": True}, "--enable-dbo .* must be off with flexmask"),
     ],
 )
