@@ -25,7 +25,7 @@ from bench.fidelity.sparse_model import SparseModel
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import minference_mask, streaming_llm_mask
 from flexmask.export import to_block_map
-from flexmask.integrations.inspect.attention_held import block_attention
+from flexmask.integrations.inspect.coverage_probe import block_attention
 
 BLOCK = 128
 VERTICAL_SLASH = ((30, 800), (100, 750), (500, 700), (3500, 100))

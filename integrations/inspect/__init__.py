@@ -1,4 +1,4 @@
-"""Inspects one prompt's prefill: statistics per head, and what the masks hold of the true attention."""
+"""Inspects one prompt's prefill: statistics per head, and the share of the true attention that its masks hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexmask.integrations.huggingface.call import LayerCall
 from flexmask.integrations.huggingface.compat import input_device, unwrapped
 from flexmask.integrations.huggingface.context_manager import opened
 from flexmask.integrations.huggingface.model_config import model_settings
-from flexmask.integrations.inspect.attention_held import HeldAttention
+from flexmask.integrations.inspect.coverage_probe import CoverageProbe
 from flexmask.integrations.inspect.page import write_report
 from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import finite
@@ -29,7 +29,7 @@ __all__ = ["Inspection", "ShownHead", "inspect_prefill", "write_report"]
 
 @dataclass(frozen=True)
 class ShownHead:
-    """One head, and why it is shown."""
+    """One head: why it is shown, its true attention, and its mask."""
 
     layer: int
     head: int
@@ -42,6 +42,7 @@ class ShownHead:
 
     @property
     def attention_kept(self) -> float:
+        """Coverage over all rows: the share of `mass` in kept blocks."""
         return float((self.mass * self.kept).nansum() / self.mass.nansum())
 
 
@@ -51,7 +52,7 @@ class Inspection:
 
     run: PrefillRun  # statistics
     heads: tuple[ShownHead, ...]
-    # by sparse layer and quarter of the prompt: share of the true attention of eight rows that kept blocks hold, mean over heads
+    # coverage by sparse layer and quarter of the prompt: share of eight rows' true attention in kept blocks, mean over heads
     held: dict[int, tuple[float, ...]]
     about: dict[str, Any]  # names and versions
 
@@ -80,8 +81,8 @@ def inspect_prefill(
 ) -> Inspection:
     """Prefill one prompt and gather what the method chose in it.
 
-    The first of two prefills takes statistics. The second compares masks with true attention, for the heads shown in the time of
-    dense attention.
+    The first of two prefills takes statistics. The second compares masks with true attention, which for the heads shown takes
+    the time of dense attention.
 
     Parameters
     ----------
@@ -92,8 +93,8 @@ def inspect_prefill(
     method, settings, options
         As in `sparse_prefill`; `method` by name only.
     heads
-        Pairs of layer and head to show. Default: those of the lowest, median and highest density, and the one that holds least of
-        its rows' attention.
+        Pairs of layer and head to show. Default: those of the lowest, median and highest density, and the one of the lowest
+        coverage.
 
     Returns
     -------
@@ -136,10 +137,10 @@ def inspect_prefill(
     if not rows:
         raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
     chosen = shown_heads(rows, heads)
-    compared = HeldAttention(chosen)
-    prefill(PrefillRun(used, collect_stats=False), compared)
-    shown = tuple(ShownHead(*head, why, *compared.maps[head], rows[head], used.block_size) for head, why in chosen.items())
-    held = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(compared.held.items())}
+    probe = CoverageProbe(chosen)
+    prefill(PrefillRun(used, collect_stats=False), probe)
+    shown = tuple(ShownHead(*head, why, *probe.maps[head], rows[head], used.block_size) for head, why in chosen.items())
+    coverage = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(probe.coverage.items())}
     about = {
         "model": type(inner).__name__,
         "tokens": int(ids.shape[1]),
@@ -148,15 +149,15 @@ def inspect_prefill(
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    return Inspection(run, shown, held, about)
+    return Inspection(run, shown, coverage, about)
 
 
 def shown_heads(
     rows: Mapping[tuple[int, int], Mapping[str, Any]], named: Sequence[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], str]:
-    """Layer and head, and why: those `named`, else some by density and share held, none if every head ran dense.
+    """The heads to show and why: those `named`, else some by density and coverage; none if every head ran dense.
 
-    `rows` are those of one prefill, by layer and head.
+    Heads are pairs of layer and head. `rows` are those of one prefill, by head.
     """
     sparse = [head for head, row in rows.items() if row["pattern"] != "dense"]
     if named is not None:
@@ -165,10 +166,10 @@ def shown_heads(
                 raise ValueError(f"heads must be pairs of a layer and a head that ran sparse; got {pair}")
         return {(int(layer), int(head)): "named" for layer, head in named}
     by_density = sorted(sparse, key=lambda head: (rows[head]["density"], head))
-    held = {head: [x for x in map(rows[head].get, ("row_coverage", "coverage")) if x == x] for head in sparse}
-    by_held = sorted(filter(held.get, sparse), key=lambda head: (held[head][0], head))
+    coverage = {head: [x for x in map(rows[head].get, ("row_coverage", "coverage")) if x == x] for head in sparse}
+    by_coverage = sorted(filter(coverage.get, sparse), key=lambda head: (coverage[head][0], head))
     picks = [("lowest density", by_density[:1]), ("median density", by_density[len(sparse) // 2 :][:1])]
-    picks += [("highest density", by_density[-1:]), ("lowest share held", by_held[:1])]
+    picks += [("highest density", by_density[-1:]), ("lowest share held", by_coverage[:1])]
     shown: dict[tuple[int, int], str] = {}
     for why, heads in picks:
         for head in heads:

@@ -1,4 +1,4 @@
-"""The report of an inspection: one HTML page that loads nothing, without a script."""
+"""The report of an inspection: one HTML page without scripts, which loads nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_CHARACTERS = 400  # of the prompt, at its beginning and at its end
 
 
 def write_report(inspection: Inspection, path: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
-    """Write one HTML page, which loads nothing, once all is drawn; its folder is created if need be.
+    """Draw all, then write one HTML page, which loads nothing; its folder is created if need be.
 
     `inspection` is from `inspect_prefill`; `model` is the model's name, by default its class's; the page shows the beginning and
     the end of the text `prompt`. Needs matplotlib. Returns the page's path.
@@ -54,7 +54,7 @@ def page(inspection: Inspection, model: str, prompt: str) -> str:
 <p>{escape(f"{where}, transformers {about['transformers']}")}</p>
 <pre class="scroll">{escape(str(run.summary()))}</pre>
 {_figure(plot_density(run), "Share of its visible blocks that each head keeps.")}
-{_held(inspection)}
+{_coverage_table(inspection)}
 <h2>Masks over the true attention</h2>
 <p>A cell is the mean share of a row's attention that a key block gets: blue where the mask keeps the block, orange where it
 leaves it out.</p>
@@ -78,12 +78,12 @@ def _figure(axes: Axes, caption: str) -> str:
     return f'<img alt="{escape(caption)}" style="max-width: {width}px" src="data:image/png;base64,{data}">'
 
 
-def _held(inspection: Inspection) -> str:
-    """Attention held by quarter of the prompt, by layer."""
+def _coverage_table(inspection: Inspection) -> str:
+    """Coverage by layer and quarter of the prompt."""
     if not inspection.held:
         return ""
     names = "".join(f"<th>{name}</th>" for name in ("layer", "first quarter", "second", "third", "last"))
-    rows = ((str(layer), *(f"{share:.1%}" for share in held)) for layer, held in inspection.held.items())
+    rows = ((str(layer), *(f"{share:.1%}" for share in shares)) for layer, shares in inspection.held.items())
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f"""<h2>Attention held, by position</h2>
 <p>Share of the true attention of eight query rows of each quarter of the prompt that the kept blocks hold,
@@ -92,7 +92,7 @@ mean over rows and heads.</p>
 
 
 def _shown(head: ShownHead) -> str:
-    """True attention of one head, and what its mask keeps of it."""
+    """One head's section: its true attention under its mask."""
     row, where = head.row, f"Layer {head.layer}, head {head.head}"
     about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.1%}."
     if not math.isnan(row["row_coverage"]):

@@ -81,7 +81,7 @@ class PrefillRun:
 
     @property
     def num_prefills(self) -> int:
-        """Number of prefills so far, of the layer with most."""
+        """Number of prefills so far, of the layer with the most."""
         return max((calls[-1].prefill + 1 for calls in self.calls.values() if calls), default=0)
 
     @property
@@ -114,7 +114,7 @@ class PrefillRun:
                 self._dense.setdefault(reason, set()).add(layer)
             if self.collect_stats and stats is not None:
                 calls = self.calls.setdefault(layer, [])
-                calls.append(RecordedCall(stats, reason, self._number(layer, forward_pass, size), size))
+                calls.append(RecordedCall(stats, reason, self._prefill_index(layer, forward_pass, size), size))
             if self.collect_masks:
                 self.masks.setdefault(layer, []).append(mask)
             if self.max_calls is not None:
@@ -123,8 +123,8 @@ class PrefillRun:
                     self._dropped.setdefault(layer, LayerTotals()).add(calls[: -self.max_calls])
                 del calls[: -self.max_calls], masks[: -self.max_calls]
 
-    def _number(self, layer: int, forward_pass: object, size: CallSize) -> int:
-        """The number of a call's prefill; counts its sequences and their tokens."""
+    def _prefill_index(self, layer: int, forward_pass: object, size: CallSize) -> int:
+        """The index of a call's prefill; counts its sequences and their tokens."""
         before = self.calls[layer][-1].prefill if self.calls[layer] else -1
         latest, counted = self._latest.get(layer, (None, 0))
         again = forward_pass is not None and before >= 0 and latest == forward_pass
@@ -136,27 +136,29 @@ class PrefillRun:
         return before if again else before + 1
 
     def note_forward(self) -> None:
+        """Note that the model ran a prompt."""
         self._ran = True
 
     @property
     def unreached(self) -> bool:
+        """True if the model ran a prompt, and no layer called the attention."""
         return self._ran and not self._called
 
     @property
     def ignored(self) -> list[int]:
-        """Layers with options of their own that called no attention, though others did: those of another kind in a mixture."""
+        """Layers with own options that called no attention though others did, as the state-space layers of hybrid models."""
         return sorted({*self.settings.layers} - self._called) if self._called else []
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """True if every call ran dense, and the log line; None if none did."""
+        """Whether every call ran dense, and the log line; None if no call did."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())
-        number = f"all {len(dense)} layers" if dense == self._called else f"{len(dense)} of {len(self._called)} layers"
+        layers = f"all {len(dense)} layers" if dense == self._called else f"{len(dense)} of {len(self._called)} layers"
         at_times = ", in some calls" if dense & self._sparse else ""
         reasons = sorted(self._dense, key=lambda reason: -len(self._dense[reason]))
         more = "; and more" if len(reasons) > 3 else ""
-        return not self._sparse, f"{number} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
+        return not self._sparse, f"{layers} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, kept prefill call, packed sequence, batch row and head.

@@ -1,4 +1,4 @@
-"""Recorded calls, as rows per head and as sums per layer."""
+"""Recorded calls, their rows per head, and their sums per layer."""
 
 from __future__ import annotations
 
@@ -47,9 +47,11 @@ class CallSize(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
+    """One prefill call of one layer."""
+
     stats: SelectionStats
-    reason: str | None  # for running dense
-    prefill: int  # its number, from 0
+    reason: str | None  # why it ran dense; None: it did not
+    prefill: int  # index of its prefill
     size: CallSize
 
 
@@ -69,6 +71,7 @@ def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 
 def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> list[dict[str, Any]]:
+    """`PrefillRun.rows`; heads without a pattern have the method's name instead."""
     copies = on_host(getattr(call.stats, name) for recorded in calls.values() for call in recorded for name in TENSORS)
     rows = []
     for layer, recorded in sorted(calls.items()):
@@ -110,12 +113,12 @@ class LayerTotals:
     dense_pairs: float = 0.0
     reasons: dict[str, int] = field(default_factory=dict)
     sums: Tensor | None = None  # the fields of `HeadSums`
-    # by head, over calls, batch rows and query blocks: the least share of its rows' attention that was kept; inf if never known
-    held: Tensor | None = None
+    # by head, over calls, batch rows and query blocks: the least share of its rows' attention in kept blocks; inf if never known
+    least_coverage: Tensor | None = None
 
     def add(self, calls: Sequence[RecordedCall]) -> None:
         """Count `calls` of one layer without reading a tensor."""
-        sparse, held = [], [] if self.held is None else [self.held]
+        sparse, coverage = [], [] if self.least_coverage is None else [self.least_coverage]
         for call in calls:
             pairs = float(call.stats.density.shape[0] * call.size.pairs)
             self.calls += 1
@@ -129,13 +132,14 @@ class LayerTotals:
             else:
                 self.heads += call.stats.density.numel()
                 sparse.append(_sums(call.stats, pairs))
-                held.append(_held(call.stats))
+                coverage.append(_least_coverage(call.stats))
         if sparse:
             sums = torch.stack(sparse).sum(0)
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-            self.held = torch.stack([x.to(sums.device) for x in held]).amin(0)
+            self.least_coverage = torch.stack([x.to(sums.device) for x in coverage]).amin(0)
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
+        """A copy that also counts `calls`."""
         both = replace(self, reasons=dict(self.reasons))
         both.add(calls)
         return both
@@ -151,7 +155,7 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
 
 
-def _held(stats: SelectionStats) -> Tensor:
-    """The least share of its rows' attention per head, (num_heads,): of all rows by evidence, else of the last rows."""
-    held = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
-    return torch.where(stats.dense_heads | held.isnan() | (stats.density == 0), math.inf, held).amin(0)
+def _least_coverage(stats: SelectionStats) -> Tensor:
+    """The least coverage of each head, (num_heads,), inf if unknown: of all rows by evidence, else of the last rows."""
+    coverage = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
+    return torch.where(stats.dense_heads | coverage.isnan() | (stats.density == 0), math.inf, coverage).amin(0)

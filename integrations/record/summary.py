@@ -14,11 +14,11 @@ MOST_LOW_HEADS = 8  # in the text
 
 
 class LowHead(NamedTuple):
-    """A head that keeps little of some rows' attention."""
+    """A head whose coverage of some rows is low."""
 
     layer: int
     head: int
-    held: float
+    held: float  # its least coverage
 
 
 @dataclass(frozen=True)
@@ -134,13 +134,13 @@ def summary_of(
     totals: Mapping[int, LayerTotals], method: str, prefills: int, sequences: int, tokens: int, dropped_calls: int
 ) -> RunSummary:
     """The summary of some layers; waits once per device."""
-    copies = on_host(tensor for total in totals.values() for tensor in (total.sums, total.held) if tensor is not None)
+    copies = on_host(tensor for total in totals.values() for tensor in (total.sums, total.least_coverage) if tensor is not None)
     layers, low = [], []
     for layer, total in sorted(totals.items()):
         sums = HeadSums(*([0.0] * len(HeadSums._fields) if total.sums is None else copies[id(total.sums)].tolist()))
-        held: list[float] = [] if total.held is None else copies[id(total.held)].tolist()
-        low += [LowHead(layer, head, share) for head, share in enumerate(held) if share < LOW_COVERAGE]
-        heads, least = max(total.heads, 1), min(held, default=math.inf)
+        by_head: list[float] = [] if total.least_coverage is None else copies[id(total.least_coverage)].tolist()
+        low += [LowHead(layer, head, share) for head, share in enumerate(by_head) if share < LOW_COVERAGE]
+        heads, least = max(total.heads, 1), min(by_head, default=math.inf)
         shares = {"query-aware": sums.query_aware / heads, "vertical-slash": sums.vertical_slash / heads}
         shares[method] = 1 - sum(shares.values())
         density = (sums.pairs + total.dense_pairs) / total.pairs

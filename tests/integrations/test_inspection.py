@@ -13,7 +13,7 @@ from flexmask.base.head_groups import head_groups
 from flexmask.base.inputs import attention_inputs
 from flexmask.integrations.huggingface import sparse_prefill
 from flexmask.integrations.inspect import inspect_prefill, shown_heads
-from flexmask.integrations.inspect.attention_held import block_attention, held_by_quarter
+from flexmask.integrations.inspect.coverage_probe import block_attention, coverage_by_quarter
 from tests.attention_calls import call
 from tests.expected import masked_attention, visible_pairs
 from tests.integrations.common import LENGTH, SPARSE, make_model
@@ -61,7 +61,7 @@ def test_held_attention_is_that_of_sampled_rows(given):
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
     inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords())
     heads = head_groups(inputs.query, inputs.key, 1)
-    found = torch.stack([held_by_quarter(inputs.slice_heads(head), keep[0, at], 16, rows=2) for at, head in enumerate(heads)])
+    found = torch.stack([coverage_by_quarter(inputs.slice_heads(head), keep[0, at], 16, rows=2) for at, head in enumerate(heads)])
     kept = keep[0].repeat_interleave(16, 1).repeat_interleave(16, 2)[:, : case.query.shape[2], :200]
     taken = [int((number + 0.5) * case.query.shape[2] / 8) for number in range(8)]
     expected = (weights(case) * kept).sum(-1)[:, taken].unflatten(1, (4, 2)).mean(-1)

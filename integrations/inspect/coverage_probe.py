@@ -1,4 +1,4 @@
-"""True attention, and what the masks of a prefill hold of it."""
+"""Measures the coverage of a prefill's masks: the share of the true attention that their kept blocks hold."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from flexmask.base.visibility import in_blocks, visible_keys
 from flexmask.integrations.huggingface.call import LayerCall
 
 
-class HeldAttention:
-    """Serves the calls of one prompt's prefill, and compares their masks with true attention.
+class CoverageProbe:
+    """A scope's probe: serves the calls of one prompt's prefill, and measures the coverage of their masks.
 
-    Of a layer that is called again (DiffLlama, HRM) the last call counts, as in `inspect_prefill`'s rows.
+    If a layer is called again (DiffLlama, HRM), its last call counts, as in `inspect_prefill`'s rows.
     """
 
     def __init__(self, heads: Collection[tuple[int, int]]) -> None:
         self._heads = heads
-        self.held: dict[int, Tensor] = {}  # by layer: `held_by_quarter` of its heads, (num_heads, 4)
+        self.coverage: dict[int, Tensor] = {}  # by layer: `coverage_by_quarter` of its heads, (num_heads, 4)
         # by layer and head, of `heads`: `block_attention`, and the map of its kept blocks
         self.maps: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -32,7 +32,7 @@ class HeldAttention:
         plan = call.plan()
         attended, reason = plan.attend(call.inputs, with_maps=True), plan.reason
         if reason is None:
-            inputs, block_size, held = call.inputs.for_attention(), call.method.block_size, []
+            inputs, block_size, coverage = call.inputs.for_attention(), call.method.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)
             for group, selected in attended.selections:
                 keep = selected.keep
@@ -41,26 +41,26 @@ class HeldAttention:
                 keep = keep[0].expand(group.query.stop - group.query.start, -1, -1)
                 for head, kept in zip(range(group.query.start, group.query.stop), keep, strict=True):
                     of_head = inputs.slice_heads(heads[head])
-                    held.append(held_by_quarter(of_head, kept, block_size))
+                    coverage.append(coverage_by_quarter(of_head, kept, block_size))
                     if (call.layer, head) in self._heads:
                         self.maps[call.layer, head] = block_attention(of_head, block_size), kept.cpu()
-            self.held[call.layer] = torch.stack(held)
+            self.coverage[call.layer] = torch.stack(coverage)
         return attended.out
 
 
 def block_attention(inputs: AttentionInputs, block_size: int) -> Tensor:
     """Mean attention of each query block's valid rows to each key block, (num_q_blocks, num_kv_blocks) float32 on the CPU.
 
-    `inputs` are one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1.
+    `inputs` have one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1.
     """
     rows = torch.arange(inputs.query.shape[2], device=inputs.query.device)
     return torch.stack([_by_block(inputs, part, block_size).nanmean(0).cpu() for part in rows.split(block_size)])
 
 
-def held_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
+def coverage_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
     """Share of the true attention that kept blocks hold, mean over `rows` evenly spaced rows of each quarter of the query.
 
-    `inputs` are one head of one batch row, `keep` is (num_q_blocks, num_kv_blocks) bool. Returns (4,) float32 on the CPU, NaN in
+    `inputs` have one head of one batch row, `keep` is (num_q_blocks, num_kv_blocks) bool. Returns (4,) float32 on the CPU, NaN in
     a quarter without a valid row. Sinks do not count.
     """
     middles = torch.arange(4 * rows, device=inputs.query.device) + 0.5
