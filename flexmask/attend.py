@@ -14,6 +14,7 @@ from flexmask.flex.backend import Backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention, sdpa
 from flexmask.flex.flash import flash_attention
+from flexmask.flex.last_rows import LastRows
 from flexmask.flex.run import run_flex_attention
 from flexmask.stats import SelectionStats
 from flexmask.users_mask import with_constant_numbers
@@ -57,11 +58,12 @@ def attend_heads(
     break_even_density: float | None,
     backend: Backend,
     return_lse: bool = False,
+    last: LastRows | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[bool, ...]]:
     """Attend to the selection of a group of heads.
 
     Returns the output, the log-sum-exp or None, and the key heads that ran dense: `dense_key_heads`, and those whose density
-    exceeds `break_even_density`.
+    exceeds `break_even_density`. `last` are rows that keep every visible block.
     """
     if selection is not None and break_even_density is not None:
         exceeds = _exceeds_density(selection.lists, len(dense_key_heads), break_even_density)
@@ -71,7 +73,8 @@ def attend_heads(
     key_slices, per_key = _true_slices(dense_key_heads), inputs.query.shape[1] // len(dense_key_heads)
     query_slices = [slice(keys.start * per_key, keys.stop * per_key) for keys in key_slices]
     # not for fewer heads: another number of them is another compilation
-    out, lse = _attend_to_blocks(inputs, selection.without_heads(query_slices) if key_slices else selection, backend, return_lse)
+    sparse = selection.without_heads(query_slices) if key_slices else selection
+    out, lse = _attend_to_blocks(inputs, sparse, backend, return_lse, last)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     for queries, keys in zip(query_slices, key_slices, strict=True):
@@ -79,10 +82,12 @@ def attend_heads(
     return out, lse, dense_key_heads
 
 
-def _attend_to_blocks(inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool) -> _Output:
+def _attend_to_blocks(
+    inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool, last: LastRows | None
+) -> _Output:
     if backend.direct and not is_fake(inputs.query):
         assert selection.mask_mod is None
-        return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor)
+        return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor, last)
     if selection.mask_mod is None:
         # all methods share the kernel without maps
         selection = selection.with_fields(keep=None, title=None)

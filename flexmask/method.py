@@ -100,6 +100,10 @@ class Method:
         """True if a head keeps all its blocks; options per head hold that head's number."""
         return False
 
+    def keeps_last_rows(self) -> bool:
+        """True if every query block with one of the last `block_size` rows keeps all that it sees, in all heads."""
+        return False
+
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Bytes of one head's mask while it is made."""
         return map_bytes(inputs, self.block_size) + 4 * self.block_size * self.floats_per_row(inputs.key.shape[2])

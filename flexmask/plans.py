@@ -16,6 +16,7 @@ from flexmask.call_options import CallOptions
 from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
+from flexmask.flex.last_rows import LastRows, last_rows_in_parts
 from flexmask.method import METHODS, FittedMethod
 from flexmask.prepared_selection import PreparedSelection, prepare_selection, with_replay
 from flexmask.select import select_blocks
@@ -28,6 +29,7 @@ class GroupPlan(NamedTuple):
     heads: HeadGroup
     selection: PreparedSelection
     dense_key_heads: tuple[bool, ...]  # True: dense attention serves the key head, whatever the mask
+    last: LastRows | None = None  # rows that keep every visible block, for direct calls of FLASH
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -140,7 +142,7 @@ class Plan:
             group_stats: list[dict[str, Tensor]] = []
             selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
-            for group, prepared, dense_key_heads in self.groups:
+            for group, prepared, dense_key_heads, last in self.groups:
                 # the lists of one group exist at a time
                 part, selection, backend = whole.slice_heads(group), None, self.backend
                 if measured or with_maps or with_counts or not all(dense_key_heads):
@@ -152,7 +154,7 @@ class Plan:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
                     backend = self._backend_of(inputs, group, selection)
                 out, lse, ran_dense = attend_heads(
-                    part, selection, dense_key_heads, self.break_even_density, backend, self.return_lse
+                    part, selection, dense_key_heads, self.break_even_density, backend, self.return_lse, last
                 )
                 outputs = write_group_output(outputs, (out, lse), group, inputs.query)
                 dense_by_group.append(ran_dense)
@@ -255,6 +257,8 @@ def _in_groups(
         same_rows = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
         group_method, group_inputs = method.slice_heads(group.query), whole.slice_heads(group)
         prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
-        plans.append(GroupPlan(group, prepared, dense_key_heads[group.key]))
+        in_parts = backend.direct and method.keeps_last_rows() and inputs.window is None
+        last = last_rows_in_parts(group_inputs, method.block_size) if in_parts else None
+        plans.append(GroupPlan(group, prepared, dense_key_heads[group.key], last))
     absent = inputs.absent_keys()
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), break_even_density, whole.offset, absent)

@@ -1,6 +1,7 @@
 """Host and GPU time of one FLASH call, through FlexAttention and called directly: ``python -m bench.speed.flash_call``.
 
-It needs a Hopper GPU and flash-attn-4. Lists are made once; through FlexAttention each call makes its mask of them.
+It needs a Hopper GPU and flash-attn-4. Lists are made once; through FlexAttention each call makes its mask of them. Calls
+whose last rows keep every block run at once and, as `hybrid` runs them, with these rows in parts of the keys.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from flexmask.base.selection import Selection, block_lists
 from flexmask.base.visibility import block_visibility
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.flash import flash_attention
+from flexmask.flex.last_rows import last_rows_in_parts
 from flexmask.flex.run import run_flex_attention
 
 _BLOCK = 128
 
 
-def problem(options: argparse.Namespace, window: int | None) -> tuple[AttentionInputs, Selection]:
-    """A chunk of bfloat16 rows, tokens first as in engines, and lists of random blocks."""
+def problem(options: argparse.Namespace, window: int | None) -> tuple[AttentionInputs, Selection, Selection]:
+    """A chunk of bfloat16 rows, tokens first as in engines, random blocks, and these with last rows that keep every block."""
     heads, kv_heads, dim, device = options.heads, options.kv_heads, options.head_dim, options.device
     generator = torch.Generator(device).manual_seed(0)
 
@@ -38,7 +40,12 @@ def problem(options: argparse.Namespace, window: int | None) -> tuple[AttentionI
     seen = block_visibility(inputs.with_offset().tokens(), _BLOCK, window)
     kept = torch.rand(1, heads, *seen.visible.shape[1:], generator=generator, device=device) < options.density
     own = torch.arange(seen.visible.shape[2], device=device) == seen.last_row_block[..., None]
-    return inputs, Selection(block_lists((kept | own[:, None]) & seen.visible[:, None], seen.full), None, {}, _BLOCK)
+    is_last = torch.arange(seen.visible.shape[1], device=device)[:, None] >= max(0, options.rows // _BLOCK - 1)
+    sparse, last_dense = (
+        Selection(block_lists((kept | more) & seen.visible[:, None], seen.full), None, {}, _BLOCK)
+        for more in (own[:, None], own[:, None] | is_last)
+    )
+    return inputs, sparse, last_dense
 
 
 def through_flex_attention(inputs: PositionedInputs, selection: Selection) -> tuple[Tensor, Tensor | None]:
@@ -81,16 +88,27 @@ def main() -> None:
     options.device = torch.device("cuda", torch.cuda.current_device())
     rows = [["call", "way", "host ms", "device ms", "largest difference"]]
     for window in (None, options.window):
-        inputs, selection = problem(options, window)
-        ways: dict[str, Call] = {
-            "through FlexAttention": partial(through_flex_attention, inputs.with_offset(), selection),
-            "called directly": partial(flash_attention, inputs, selection.lists, _BLOCK),
-        }
-        through, direct = (call()[0] for call in ways.values())
-        difference = f"{float((through - direct).abs().max()):.2g}"
-        for way, call in ways.items():
-            call()
-            rows.append([f"window {window}", way, f"{host_ms(call):.3f}", f"{device_ms(call):.3f}", difference])
+        inputs, selection, last_dense = problem(options, window)
+        pairs: list[dict[str, Call]] = [
+            {
+                "through FlexAttention": partial(through_flex_attention, inputs.with_offset(), selection),
+                "called directly": partial(flash_attention, inputs, selection.lists, _BLOCK),
+            }
+        ]
+        last = None if window else last_rows_in_parts(inputs, _BLOCK)
+        if last is not None:
+            pairs.append(
+                {
+                    "last rows dense": partial(flash_attention, inputs, last_dense.lists, _BLOCK),
+                    f"last rows in {last.parts} parts": partial(flash_attention, inputs, last_dense.lists, _BLOCK, last=last),
+                }
+            )
+        for ways in pairs:
+            one, other = (call()[0] for call in ways.values())
+            difference = f"{float((one - other).abs().max()):.2g}"
+            for way, call in ways.items():
+                call()
+                rows.append([f"window {window}", way, f"{host_ms(call):.3f}", f"{device_ms(call):.3f}", difference])
     print(f"torch {torch.__version__}, flash-attn-4 {version('flash-attn-4')}, {torch.cuda.get_device_name()}")
     print(text_table(rows, "<<>>>"))
 

@@ -133,6 +133,9 @@ class Hybrid(Method):
     def keeps_every_block(self) -> bool:
         return bool(self.gamma == 1)
 
+    def keeps_last_rows(self) -> bool:
+        return self.last_rows_dense
+
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
         if by_kernels:

@@ -13,6 +13,7 @@ from flexmask._torch import in_dispatch_mode, is_traced, on_device
 from flexmask.base.head_groups import flash_key_tile
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
+from flexmask.flex.last_rows import LastRows, copies, without_last_rows, write_joined
 from flexmask.flex.run import with_sinks
 
 
@@ -29,29 +30,47 @@ def needs_no_mask_mod(inputs: AttentionInputs, block_size: int) -> bool:
 
 
 def flash_attention(
-    inputs: AttentionInputs, lists: BlockLists, block_size: int, return_lse: bool = False, lse_factor: float = 1.0
+    inputs: AttentionInputs,
+    lists: BlockLists,
+    block_size: int,
+    return_lse: bool = False,
+    lse_factor: float = 1.0,
+    last: LastRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to the listed blocks, and its log-sum-exp times `lse_factor`; the last row stands at the last key."""
+    """Attention to the listed blocks, and its log-sum-exp times `lse_factor`; the last row stands at the last key.
+
+    `last` are rows that keep every visible block, without a window: they are attended to in parts of the keys.
+    """
+    needs_lse = return_lse or inputs.sinks is not None
+    with on_device(inputs.query.device):
+        out, lse = _forward(inputs, lists if last is None else without_last_rows(lists, last), block_size, needs_lse, lse_factor)
+        if last is not None:
+            of_copies = inputs.with_fields(query=copies(inputs.query, last))
+            part_out, part_lse = _forward(of_copies, last.lists, block_size, True, lse_factor)
+            assert part_lse is not None
+            write_joined(out, lse, part_out, part_lse, last)
+    if inputs.sinks is not None and lse is not None:
+        out = with_sinks(out, lse, inputs.sinks)
+    return out, lse if return_lse else None
+
+
+def _forward(
+    inputs: AttentionInputs, lists: BlockLists, block_size: int, return_lse: bool, lse_factor: float
+) -> tuple[Tensor, Tensor | None]:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_fwd
 
     assert inputs.value is not None
-    with on_device(inputs.query.device):
-        out, lse, *_ = _flash_attn_fwd(
-            *(_in_rows_of_16_bytes(x).transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)),
-            softmax_scale=inputs.scale,
-            causal=True,
-            # a window beyond the first key could leave int32
-            window_size_left=None if inputs.window is None else inputs.max_distance - 1,
-            block_sparse_tensors=BlockSparseTensorsTorch(*lists, block_size=(block_size, block_size)),
-            return_lse=return_lse or inputs.sinks is not None,
-        )
-    out = out.transpose(1, 2)
-    if lse is not None and lse_factor != 1.0:
-        lse = lse * lse_factor
-    if inputs.sinks is not None:
-        out = with_sinks(out, lse, inputs.sinks)
-    return out, lse if return_lse else None
+    out, lse, *_ = _flash_attn_fwd(
+        *(_in_rows_of_16_bytes(x).transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)),
+        softmax_scale=inputs.scale,
+        causal=True,
+        # a window beyond the first key could leave int32
+        window_size_left=None if inputs.window is None else inputs.max_distance - 1,
+        block_sparse_tensors=BlockSparseTensorsTorch(*lists, block_size=(block_size, block_size)),
+        return_lse=return_lse,
+    )
+    return out.transpose(1, 2), lse if lse is None or lse_factor == 1.0 else lse * lse_factor
 
 
 def _in_rows_of_16_bytes(tensor: Tensor) -> Tensor:

@@ -1,11 +1,7 @@
-"""FLASH called directly, with a stand-in for flash-attn-4 that follows its interface, in float64 on a CPU."""
+"""FLASH called directly, with a stand-in for flash-attn-4."""
 
-import math
-import sys
 from functools import partial
-from types import ModuleType
-from typing import Any, NamedTuple
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from flexmask import mask_function, plan, plans, sparse_attention, warmup
 from flexmask import method as method_module
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import Choice, block_lists, listed_blocks
+from flexmask.base.selection import Choice, block_lists
 from flexmask.flex import flash_check
 from flexmask.flex.backend import Backend
 from flexmask.flex.flash import flash_attention
@@ -23,53 +19,9 @@ from flexmask.flex.flash_check import Verdict, check_flash
 from flexmask.flex.flash_problem import FlashCall
 from tests.attention_calls import SINKS, call
 from tests.comparisons import assert_same_attention
-from tests.expected import masked_attention, seen_pairs
+from tests.flex.stand_in import forward
 
 CPU = torch.device("cpu")
-
-
-class Lists(NamedTuple):
-    mask_block_cnt: Any
-    mask_block_idx: Any
-    full_block_cnt: Any
-    full_block_idx: Any
-    block_size: tuple[int, int]
-
-
-def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_tensors, return_lse, fault=""):
-    """flash-attn-4's forward, of (batch, tokens, heads, head_dim); `fault`: what it does wrong."""
-    assert causal and all(x.stride(-1) == 1 for x in (q, k, v))
-    assert window_size_left is None or window_size_left < 2**31
-    rows, columns = block_sparse_tensors.block_size
-    query, key, value = (x.transpose(1, 2) for x in (q, k, v))
-    q_len, kv_len = q.shape[1], k.shape[1]
-    window = None if window_size_left is None or fault == "window" else window_size_left + 1
-    offset = torch.full((1,), 0 if fault == "offset" else kv_len - q_len)
-    seen = seen_pairs(q_len, offset, torch.ones(1, kv_len, dtype=torch.bool), window)[:, None]
-    counts = [torch.zeros_like(x) if fault == name else x for name, x in zip(Lists._fields, block_sparse_tensors, strict=True)]
-    if fault != "lists":
-        lists = (listed_blocks(*counts[at : at + 2], -(-kv_len // columns)) for at in (0, 2))
-        blocks = next(lists) | next(lists)
-        seen = seen & blocks.repeat_interleave(rows, 2)[:, :, :q_len].repeat_interleave(columns, 3)[..., :kv_len]
-    out, lse = masked_attention(query, key, value, seen, softmax_scale)
-    sees = seen.any(-1, keepdim=True)
-    out, lse = torch.where(sees, out, 0.0), torch.where(sees[..., 0], lse, -math.inf)
-    if fault == "no log-sum-exp" and not return_lse:
-        out = out + 0.1
-    out = out.to(q.dtype).transpose(1, 2).contiguous()
-    return out, lse.float() * (0.9 if fault == "log-sum-exp" else 1) if return_lse else None, "of later releases"
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """The stand-in, which `package` itself may replace; `calls` are its keywords."""
-    modules = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
-    block_sparsity, interface = (ModuleType(f"flash_attn.cute.{name}") for name in ("block_sparsity", "interface"))
-    block_sparsity.BlockSparseTensorsTorch = Lists
-    interface._flash_attn_fwd = Mock(side_effect=forward)
-    for name, module in {**modules, block_sparsity.__name__: block_sparsity, interface.__name__: interface}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return interface._flash_attn_fwd
 
 
 # blocks of 16, so that attention in float64 is fast
@@ -100,13 +52,6 @@ def test_the_check_finds_a_direct_call_right_or_wrong(package, changes):
     assert "log-sum-exp off by" in check_flash(kind, CPU).lse_reason
     package.side_effect = ValueError("tile_n=96")
     assert check_flash(kind, CPU).reason == "its check here raised ValueError: tile_n=96"
-
-
-@pytest.fixture
-def directly(package, monkeypatch):
-    """All calls go directly to the stand-in."""
-    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: Backend("flash", direct=True))
-    return package
 
 
 CALLS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -12,6 +12,7 @@ from flexmask.flex.block_mask import block_mask
 from flexmask.flex.flash import flash_attention
 from flexmask.flex.flash_check import LSE_FACTORS, flash_verdict
 from flexmask.flex.flash_problem import FlashCall, exact_attention, normal_numbers
+from flexmask.flex.last_rows import last_rows_in_parts
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import SINKS, call, padding
 from tests.comparisons import assert_same_attention
@@ -52,6 +53,16 @@ def test_the_check_finds_flash_right(device, changes):
     assert found.lse_factor in LSE_FACTORS
 
 
+def poisoned(lists):
+    """The lists with an index that no key has behind each count."""
+
+    def behind_the_count(counts, indices):
+        entry = torch.arange(indices.shape[-1], device=indices.device)
+        return torch.where(entry < counts[..., None], indices, 2**30)
+
+    return BlockLists(lists[0], behind_the_count(*lists[:2]), lists[2], behind_the_count(*lists[2:]))
+
+
 LENGTHS = [(129, 129), (1000, 1000), (4200, 4200), (129, 1300), (700, 4300), (1, 500)]
 HEADS = [(1, 128), (2, 64), (6, 128), (7, 64)]  # query heads per key head, head_dim
 
@@ -76,13 +87,7 @@ def test_a_direct_call_is_attention_to_the_listed_blocks(cuda, per_key, head_dim
         pairs = keep.repeat_interleave(128, 2)[:, :, :q_len].repeat_interleave(128, 3)[..., :kv_len] & visible
         expected, wanted = exact_attention(inputs, pairs)
 
-        def behind_the_count(counts, indices):
-            entry = torch.arange(indices.shape[-1], device=cuda)
-            return torch.where(entry < counts[..., None], indices, 2**30)
-
-        indices = (behind_the_count(*lists[at : at + 2]) for at in (0, 2))
-        poisoned = BlockLists(lists[0], next(indices), lists[2], next(indices))
-        out, lse = flash_attention(plain, poisoned, 128, return_lse=True)
+        out, lse = flash_attention(plain, poisoned(lists), 128, return_lse=True)
         assert lse is not None
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(lse.double(), wanted, atol=1e-3, rtol=0)
@@ -95,6 +100,28 @@ def test_a_direct_call_is_attention_to_the_listed_blocks(cuda, per_key, head_dim
             torch.testing.assert_close(out, through, atol=2e-2, rtol=2e-2)
             with pytest.raises(AssertionError, match="not close"):
                 torch.testing.assert_close(out.double(), exact_attention(inputs, visible)[0], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(("heads", "head_dims"), [((12, 2), (128, 128)), ((7, 1), (64, 64)), ((16, 16), (192, 128))])
+def test_last_rows_in_parts_are_those_of_one_call(cuda, heads, head_dims):
+    for q_len, kv_len in [(4096, 4096), (4200, 4200), (1025, 9001), (1000, 20000), (8192, 32768)]:
+        sizes = ((heads[0], q_len, head_dims[0]), (heads[1], kv_len, head_dims[0]), (heads[1], kv_len, head_dims[1]))
+        tensors = [normal_numbers((1, *size), seed, torch.bfloat16, cuda) for seed, size in enumerate(sizes)]
+        inputs = AttentionInputs(3 * tensors[0], *tensors[1:], head_dims[0] ** -0.5)
+        seen = block_visibility(inputs.with_offset().tokens(), 128, None)
+        last = last_rows_in_parts(inputs, 128)
+        assert last is not None and last.parts > 1
+        keep = torch.rand((1, heads[0], *seen.visible.shape[1:]), device=cuda) < 0.3
+        keep[:, :, last.is_sparse == 0] = True
+        lists = block_lists(keep & seen.visible[:, None], seen.full)
+        expected, wanted = flash_attention(inputs, lists, 128, return_lse=True)
+        for of_parts in (last, last._replace(lists=poisoned(last.lists))):
+            out, lse = flash_attention(inputs, lists, 128, True, 1.0, of_parts)
+            torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(lse, wanted, atol=1e-3, rtol=0)
+            torch.testing.assert_close(flash_attention(inputs, lists, 128, last=of_parts)[0], expected, atol=1e-2, rtol=1e-2)
+        wrong = last._replace(lists=last.lists._replace(full_kv_num_blocks=last.lists.full_kv_num_blocks - 1))
+        assert not torch.allclose(flash_attention(inputs, lists, 128, True, 1.0, wrong)[1], wanted, atol=1e-3, rtol=0)
 
 
 def test_eager_calls_are_direct_and_others_go_through_flex_attention(cuda, monkeypatch):

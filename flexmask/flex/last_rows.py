@@ -1,0 +1,82 @@
+"""The last rows of a call whose query blocks keep every visible block, attended to in parts of the keys.
+
+Such a query block takes as long as many sparse ones. The kernel gives it to one multiprocessor, which then runs alone at the end
+of the call. Copies of these rows, each with a part of the keys, run at the same time instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexmask.base.inputs import AttentionInputs
+from flexmask.base.selection import BlockLists
+from flexmask.base.visibility import num_blocks
+
+_LEAST_BLOCKS = 8  # key blocks per part and query block of the copy: shorter parts gain nothing
+
+
+class LastRows(NamedTuple):
+    """The last rows of calls of one shape, and the lists of their copies. From `last_rows_in_parts`."""
+
+    rows: int  # that keep everything
+    copied: int  # the last rows of a copy, in whole blocks: at least `rows`
+    parts: int  # copies
+    lists: BlockLists  # of (batch, num_heads) heads and parts * copied rows
+    is_sparse: Tensor  # (num_q_blocks,) int32, 0 for the query blocks that keep everything
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 0 elsewhere."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | None:
+    """Parts for a causal call whose last row stands at the last key; None if it has too few keys, or many heads.
+
+    Query blocks with one of the last `block_size` rows keep every visible block. In the copies' sequence the last copy stands
+    where its rows are, each other one `copied` rows before the next, so that the kernel's causal mask shows it no later key than
+    its rows see. A part therefore ends where the copy's first row does.
+    """
+    batch, num_heads, q_len, _ = inputs.query.shape
+    q_blocks, kv_len, device = num_blocks(q_len, block_size), inputs.key.shape[2], inputs.query.device
+    kv_blocks, dense_blocks = num_blocks(kv_len, block_size), q_blocks - max(0, q_len // block_size - 1)
+    parts = min(num_processors(device) // (batch * num_heads * dense_blocks), kv_blocks // (dense_blocks * _LEAST_BLOCKS))
+    copied = dense_blocks * block_size
+    if parts < 2 or q_len <= copied:
+        return None
+    part = torch.arange(parts, dtype=torch.int32, device=device).repeat_interleave(dense_blocks)
+    first, behind = ((part + ends) * kv_blocks // parts for ends in (0, 1))
+    # blocks with a key that the last copy's first row does not see
+    partial = torch.where(part == parts - 1, kv_blocks - (kv_len - copied) // block_size, 0).to(torch.int32)
+    full = behind - first - partial
+    entry = torch.arange(kv_blocks, dtype=torch.int32, device=device)
+    lists = []
+    for start, count in ((first + full, partial), (first, full)):
+        indices = torch.where(entry < count[:, None], start[:, None] + entry, 0)
+        lists += [x.expand(batch, num_heads, *x.shape).contiguous() for x in (count, indices)]
+    is_sparse = (torch.arange(q_blocks, device=device) < q_blocks - dense_blocks).to(torch.int32)
+    rows = q_len - (q_blocks - dense_blocks) * block_size
+    return LastRows(rows, copied, parts, BlockLists(*lists), is_sparse)
+
+
+def without_last_rows(lists: BlockLists, last: LastRows) -> BlockLists:
+    """The lists of a call without the full blocks of the last rows; the indices are shared."""
+    return lists._replace(full_kv_num_blocks=lists.full_kv_num_blocks * last.is_sparse)
+
+
+def copies(query: Tensor, last: LastRows) -> Tensor:
+    """The rows of all copies, (batch, num_heads, parts * copied, head_dim)."""
+    return query[:, :, -last.copied :].repeat(1, 1, last.parts, 1)
+
+
+def write_joined(out: Tensor, lse: Tensor | None, of_copies: Tensor, lse_of_copies: Tensor, last: LastRows) -> None:
+    """Join the copies' attention, and write it to the last rows of `out` and of its log-sum-exp."""
+    shape, rows = (last.parts, last.copied), slice(-last.rows, None)
+    part_lse = lse_of_copies.unflatten(2, shape)[..., rows]
+    weights = part_lse.softmax(2).unsqueeze(-1)
+    out[:, :, rows] = (of_copies.unflatten(2, shape)[..., rows, :] * weights).sum(2)
+    if lse is not None:
+        lse[:, :, rows] = part_lse.logsumexp(2)
