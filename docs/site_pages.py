@@ -26,6 +26,7 @@ PAGES = (
     "bench/archive/EARLIER.md",
     "bench/archive/earlier-rule.md",
     "bench/archive/engines.md",
+    "bench/archive/kernels.md",
     "bench/HYBRID_ABLATIONS.md",
     "bench/LEADERBOARD.md",
     "bench/README.md",

@@ -30,7 +30,6 @@ from bench.report.rows import FOLDER
 ROOT = Path(__file__).parents[2]
 FILLED = (
     "README.md",
-    "docs/performance.md",
     "docs/serving.md",
     "docs/serving-measurements.md",
     "bench/FIDELITY.md",

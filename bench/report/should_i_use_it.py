@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.report.fidelity import LENGTHS, hybrid_at, language_model
 from bench.report.first_token import SHAPE, sglang, transformers, vllm, vllm_prefills
 from bench.report.first_token import vllm_engines_in_turns as in_turns
 from bench.report.rows import FOLDER
-from bench.report.speed import call_rows, speed_up, times
+from bench.report.speed import times
 from bench.report.trained import NAME
 from bench.tables import markdown_table, thousands
 
 # pages, from docs/
 _ENGINES = "serving-measurements.md#times-of-sglang"
-_CALLS, _MODELS = "performance.md#at-equal-error", "../bench/REPORT.md#whole-models"
+_MODELS = "../bench/REPORT.md#whole-models"
 _NEWEST = "serving.md#times"
 _MIXTURES = "serving-measurements.md#mixtures-and-sinks"
 _SERVED = "serving.md#which-layers-run-sparse"
@@ -62,14 +61,4 @@ def models(folder: Path = FOLDER) -> list[str]:
     return markdown_table(["shape", "engine", *map(thousands, _GAINS), "runs sparse"], rows)
 
 
-def lengths(folder: Path = FOLDER) -> list[str]:
-    """Gains of attention alone by length of the prompt, at the densities of SmolLM2's texts."""
-    calls, gains = call_rows(folder), []
-    for length in LENGTHS[1:]:
-        kept = hybrid_at(language_model(length, folder))["density"].mean()
-        gain = speed_up(calls[(calls["tokens"] == length) & (calls["method"] == "hybrid")], kept)
-        gains.append(f"[{times(gain)}]({_CALLS})")
-    return markdown_table(["prompt", *map(thousands, LENGTHS[1:])], [["attention alone", *gains]])
-
-
-TABLES = {"use-models": models, "use-lengths": lengths}
+TABLES = {"use-models": models}
