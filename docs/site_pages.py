@@ -21,6 +21,7 @@ PAGES = (
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
     "bench/FIDELITY.md",
     # of earlier rules and engines: linked, but not in the navigation
     "bench/archive/EARLIER.md",
