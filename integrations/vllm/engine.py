@@ -107,10 +107,8 @@ class VLLMEngine(Engine):
                 return
             self._prepared = True
             layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask")}
-            # kinds of state layers, vLLM's MambaAttentionBackendEnum
-            states = {getattr(getattr(each, "mamba_type", None), "name", None) for each in self.layers.values()}
             for name, layer in layers.items():
-                self._assign_layer_role(name, layer, device.type == "cuda" and bool(states & {"MAMBA1", "MAMBA2"}))
+                self._assign_layer_role(name, layer)
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
             latent = {x.attn_backend.get_builder_cls() for x in layers.values() if x.attn_backend.is_mla()}
             policy = policy._replace(least_rows=max([policy.least_rows, *map(self._least_rows, latent)]))
@@ -139,16 +137,13 @@ class VLLMEngine(Engine):
         if HAS_TRITON:
             pages_kernel.compile_for(widths, self.dtype, device)
 
-    def _assign_layer_role(self, name: str, layer: Any, beside_mamba: bool) -> None:
+    def _assign_layer_role(self, name: str, layer: Any) -> None:
         builder = layer.attn_backend.get_builder_cls()
         if not isinstance(layer, self.calling_layers()):
             self.roles[name] = Stock(f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself")
         # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
             self.roles[name] = Stock("its backend shows layers other requests")
-        # on a GPU, where no run came to its end (docs/serving-measurements.md)
-        elif beside_mamba:
-            self.roles[name] = Stock("beside Mamba layers, with which no run on a GPU came to its end")
         layer.impl.flexmask.assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:

@@ -1,6 +1,8 @@
 """Small random models with windows, soft caps, sinks, latent attention, or layers that keep a state beside those of attention."""
 
+import json
 import random
+from pathlib import Path
 
 _VOCABULARY = 512
 _RETRIEVER = "bench/retriever/model"
@@ -13,8 +15,8 @@ def prompt(start, stop):
     return random.Random(0).choices(range(4, _VOCABULARY - 12), k=stop)[start:]
 
 
-def saved(folder, kind, change=lambda model: None, config=None, **options):
-    """The folder of a model of random weights, which `change` gets."""
+def saved(folder, kind, change=lambda model: None, config=None, written=None, **options):
+    """The folder of a model of random weights, which `change` gets; engines' own classes read what is `written` to its config."""
     import torch
     import transformers
 
@@ -23,6 +25,9 @@ def saved(folder, kind, change=lambda model: None, config=None, **options):
     with torch.no_grad():
         change(model)
     model.save_pretrained(folder)
+    if written:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **written}), encoding="utf-8")
     return str(folder)
 
 
@@ -89,7 +94,9 @@ def nemotron_h(folder):
     shape = {name: each for name, each in _SHAPE.items() if name != "num_hidden_layers"}
     kinds = {"layers_block_type": ["mamba", "attention"] * 2, "expand": 16, "chunk_size": 128, **_MAMBA_HEADS}
     sizes = {"head_dim": 64, "intermediate_size": 96, "initializer_range": 0.2}
-    return saved(folder, "NemotronH", **shape, **_HEADS, **kinds, **sizes)
+    # SGLang's names
+    written = {"layers_block_type": kinds["layers_block_type"], "mamba_n_groups": 1, "mamba_expand": 16, "mamba_chunk_size": 128}
+    return saved(folder, "NemotronH", written=written, **shape, **_HEADS, **kinds, **sizes)
 
 
 def granite(folder):
@@ -101,10 +108,10 @@ def granite(folder):
     return saved(folder, "GraniteMoeHybrid", **shape, **_HEADS, **kinds, **states)
 
 
-def qwen3_next(folder):
+def qwen3_next(folder, dense_layers=(0, 1, 2)):
     """Gated delta nets and gated attention, in turns; attention takes a good part of the output."""
-    # vLLM needs a layer with experts
-    experts = {"mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    # vLLM needs a layer with experts, SGLang experts in all
+    experts = {"mlp_only_layers": [*dense_layers], "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
     experts |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
     return _gated(folder, "Qwen3Next", **experts)
 
@@ -127,7 +134,8 @@ def _gated(folder, kind, **options):
             elif name.endswith(("out_proj.weight", "down_proj.weight")):
                 parameter.mul_(0.3)
 
-    return saved(folder, kind, change, **_SHAPE, **_HEADS, **kinds, **states, **options, initializer_range=0.1)
+    options |= {"written": {"full_attention_interval": 2}, "initializer_range": 0.1}
+    return saved(folder, kind, change, **_SHAPE, **_HEADS, **kinds, **states, **options)
 
 
 def _of_adapter(seed):

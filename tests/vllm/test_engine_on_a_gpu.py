@@ -79,19 +79,24 @@ def test_requests_compile_nothing(name, run):
     assert run(name)["compiled_by_requests"] == 0
 
 
-# the attention of Nemotron-H and Granite 4 is stock on a GPU
-@pytest.mark.parametrize("name", [name for name in MIXTURES if name not in ("nemotron", "granite")])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_s_attention_is_the_stock_backend_s_or_the_adapter_s(name, run, written):
     """By a command: ``python -m tests.vllm.engine_run qwen3_next cuda OUT``."""
     stock, ours, half = (run(f"{name}{kind}") for kind in ("_stock", "", "_half"))
+
+    def mean(asked, other):
+        return summary(differences(stock[asked], other[asked]))["mean"]
+
     for asked in ("chunks", "longer"):
-        rounding, changed = (summary(differences(stock[asked], each[asked]))["mean"] for each in (ours, half))
-        assert rounding < changed / 3
-    theirs = written("adapter_run", name, "cuda", str(half["page_sizes"][0]))
-    assert_a_mixture_s(
-        stock["chunks"][0], half["chunks"][0], *(theirs[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
-    )
+        assert mean(asked, ours) < mean(asked, half) / 3
+    assert mean("chunks", ours) < mean("chunks", ours["faults"]["second_page_twice"])
     assert ours["counters"]["sparse"] > 1700
+    # in bfloat16 the programs of vLLM and transformers differ by more in the others: Gemma 4 by 0.15, Granite by 0.55, both dense
+    if name in ("qwen3_next", "qwen3_5"):
+        theirs = written("adapter_run", name, "cuda", str(half["page_sizes"][0]))
+        assert_a_mixture_s(
+            stock["chunks"][0], half["chunks"][0], *(theirs[f"{name}{kind}"]["chunks"] for kind in ("_stock", "_half"))
+        )
 
 
 @over_two

@@ -143,18 +143,6 @@ def test_layers_that_the_engine_calls_in_another_way_are_dense():
 
 
 @pytest.mark.parametrize(
-    ("device", "kind", "stock"),
-    [("cuda", "MAMBA2", True), ("cuda", "MAMBA1", True), ("cpu", "MAMBA2", False), ("cuda", "GDN_ATTN", False)],
-)
-def test_attention_beside_mamba_layers_is_stock_on_a_gpu(device, kind, stock):
-    engine = engine_with_layers({})
-    engine.layers["another"].mamba_type = SimpleNamespace(name=kind)
-    engine.prepare(torch.device(device), False)
-    reason = Stock("beside Mamba layers, with which no run on a GPU came to its end")
-    assert all(role == reason for role in engine.roles.values()) == stock and len(engine.sparse_layers) == 2 * (not stock)
-
-
-@pytest.mark.parametrize(
     ("decoded", "support", "guessed", "least"),
     [
         (512, "VARLEN", 0, 513),
