@@ -53,8 +53,8 @@ def _ruler(length: int, folder: Path, chunk: int | None) -> str:
 def engines(folder: Path = FOLDER) -> list[str]:
     """First tokens of both models, whole and in chunks, with what was kept."""
     cells = []
-    for model, label in ((SHAPE, "8B shape"), (NAME, "1.5B")):
-        for chunk in (8192, None):
+    for model, label, chunks in ((SHAPE, "8B shape", (8192, None)), (NAME, "1.5B", (8192, 32768, None))):
+        for chunk in chunks:
             place = f"{label}, " + (f"chunks of {thousands(chunk)}" if chunk else "whole")
             for tokens, row in vllm_engines_in_turns(folder, model, chunk).iterrows():
                 times = (f"{row['dense']:.3f} s", f"{row['sparse']:.3f} s", f"{row['ratio']:.2f}x")

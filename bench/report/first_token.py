@@ -43,9 +43,9 @@ def vllm_engines_in_turns(folder: Path, model: str, chunk: int | None) -> pd.Dat
     return _paired(rows.assign(attention=rows["method"].str.split(",").str[0]), "attention", "stock", "hybrid")
 
 
-def sglang(folder: Path = FOLDER, gpu: str = "h200", kernel: str = "fa3") -> pd.DataFrame:
+def sglang(folder: Path = FOLDER, gpu: str = "h200", kernel: str = "fa3", model: str = SHAPE) -> pd.DataFrame:
     rows = pd.read_csv(folder / f"sglang-nvidia-{gpu}.csv")
-    alone = (rows["prompts"] == 1) & (rows["new_tokens"] == 1) & (rows["kernel"] == kernel)
+    alone = (rows["prompts"] == 1) & (rows["new_tokens"] == 1) & (rows["kernel"] == kernel) & (rows["model"] == model)
     return _paired(rows[alone], "attention", "stock", "hybrid")
 
 

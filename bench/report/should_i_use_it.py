@@ -43,11 +43,12 @@ def models(folder: Path = FOLDER) -> list[str]:
     rows = [
         ["Qwen2.5-Coder-1.5B, trained, on text", "vLLM 0.33", *_gains(in_turns(folder, NAME, None), _NEWEST), served],
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, NAME, 8192), _NEWEST), served],
+        ["the same, its default chunks", "SGLang 0.5.23, H200", *_gains(sglang(folder, model=NAME), _ENGINES), served],
         ["Llama 3.1 8B", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, None), _NEWEST), served],
         ["the same, chunks of 8k", "vLLM 0.33", *_gains(in_turns(folder, SHAPE, 8192), _NEWEST), served],
         ["the same, whole", "vLLM 0.26", *_gains(vllm(folder).loc[[16384]], _OLDER), served],
         ["the same, FP8 cache", "vLLM 0.26", *_gains(vllm(folder, SHAPE, "fp8"), _OLDER), served],
-        ["the same", "SGLang 0.5.23, H200", *_gains(sglang(folder), _ENGINES), served],
+        ["the same, its default chunks", "SGLang 0.5.23, H200", *_gains(sglang(folder), _ENGINES), served],
         ["the same", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100"), _ENGINES), served],
         ["the same, FP8 cache", "SGLang 0.5.23, H100", *_gains(sglang(folder, "h100", "fa3, FP8 cache"), _ENGINES), served],
         ["the same", "transformers, random blocks", *_gains(transformers(folder), _MODELS), in_transformers],
