@@ -143,7 +143,7 @@ class VLLMEngine(Engine):
             self.roles[name] = Stock(f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself")
         # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
         elif builder.flexmask_own is not builder:
-            self.roles[name] = Stock("its backend shows layers other requests")
+            self.roles[name] = Stock("its builder rewrites the batch (chunked local attention)")
         layer.impl.flexmask.assign_role(name)
 
     def _least_rows(self, builder: Any) -> int:

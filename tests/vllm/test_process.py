@@ -137,7 +137,7 @@ def test_layers_that_the_engine_calls_in_another_way_are_dense():
     engine.layers["model.layers.1.attn"] = latent()
     engine.prepare(torch.device("cpu"), False)
     first, second, third = engine.roles.values()
-    assert first == Stock("its backend shows layers other requests")
+    assert first == Stock("its builder rewrites the batch (chunked local attention)")
     assert second == Stock("a layer of type LatentAttention, which calls the engine's kernels itself")
     assert isinstance(third, SparseLayer)
 
