@@ -253,12 +253,15 @@ def _in_groups(
     )
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
+    in_parts = backend.direct and backend.has_lse and method.keeps_last_rows() and inputs.window is None
+    last_rows: dict[tuple[int, ...], LastRows | None] = {}  # by batch and heads of a group
     for group in groups:
         same_rows = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
         group_method, group_inputs = method.slice_heads(group.query), whole.slice_heads(group)
         prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
-        in_parts = backend.direct and method.keeps_last_rows() and inputs.window is None
-        last = last_rows_in_parts(group_inputs, method.block_size) if in_parts else None
-        plans.append(GroupPlan(group, prepared, dense_key_heads[group.key], last))
+        of_size = group_inputs.query.shape[:2]
+        if in_parts and of_size not in last_rows and not all(dense_key_heads[group.key]):
+            last_rows[of_size] = last_rows_in_parts(group_inputs, method.block_size)
+        plans.append(GroupPlan(group, prepared, dense_key_heads[group.key], last_rows.get(of_size)))
     absent = inputs.absent_keys()
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), break_even_density, whole.offset, absent)

@@ -134,7 +134,8 @@ class Hybrid(Method):
         return bool(self.gamma == 1)
 
     def keeps_last_rows(self) -> bool:
-        return self.last_rows_dense
+        # a subclass may choose otherwise
+        return self.last_rows_dense and type(self).select is Hybrid.select
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""

@@ -41,6 +41,7 @@ class Backend(NamedTuple):
     name: str  # "cpu", "triton" or "flash"
     lse_factor: float = 1.0  # of `Verdict`
     direct: bool = False  # called by `flash_attention`, else through FlexAttention
+    has_lse: bool = True  # False where only the output was found right
 
 
 def has_flash_package() -> bool:
@@ -103,7 +104,7 @@ def chosen_backend(
         outcome = verdict(kind, device)
         reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
         if outcome is not None and not reason:
-            return Backend("flash", outcome.lse_factor, kind.direct)
+            return Backend("flash", outcome.lse_factor, kind.direct, not outcome.lse_reason)
     if backend == "auto":
         return Backend("triton")
     if reason:

@@ -1,13 +1,20 @@
 """Rows that keep every visible block, attended to in parts of the keys: with the stand-in for flash-attn-4, on a CPU."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from flexmask import plan, plans
+from flexmask import mask_function, plan, plans, sparse_attention
+from flexmask import method as method_module
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import listed_blocks
+from flexmask.block_masks.hybrid import Hybrid
+from flexmask.flex import backend as backend_module
 from flexmask.flex import last_rows
+from flexmask.flex.backend import Backend, chosen_backend
 from flexmask.flex.flash import flash_attention
+from flexmask.flex.flash_check import Verdict
 from flexmask.flex.last_rows import last_rows_in_parts
 from tests.attention_calls import SINKS, call
 from tests.comparisons import assert_same_attention
@@ -125,6 +132,52 @@ def test_other_rows_are_not_cut(directly, processors, given):
     it = call(**{"q_len": 320, "method": "hybrid", "gamma": 0.9, **given})
     it.attend()
     assert directly.call_count == 1
+
+
+def test_parts_are_not_weighed_by_a_wrong_log_sum_exp(package, processors, monkeypatch):
+    processors(48)
+    it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
+    for has_lse, calls in ((True, 2), (False, 1)):
+        backend = Backend("flash", direct=True, has_lse=has_lse)
+        monkeypatch.setattr(plans, "chosen_backend", lambda *given, backend=backend, **named: backend)
+        package.reset_mock()
+        assert_same_attention(it.attend(), it.under(it.select().keep)[0])
+        assert package.call_count == calls
+
+
+def test_a_verdict_on_the_log_sum_exp_reaches_the_plan(monkeypatch):
+    monkeypatch.setattr(backend_module, "flash_available", lambda: True)
+    monkeypatch.setattr(backend_module, "_check_flash_by_name", lambda *given: None)
+    given = inputs(320, 320)
+    for verdict in (Verdict(), Verdict(lse_reason="off by 1.3")):
+        found = chosen_backend("flash", given, SIZE, verdict=lambda *kind, verdict=verdict: verdict, lists_only=True)
+        assert found.has_lse == (not verdict.lse_reason)
+
+
+def test_a_method_derived_from_hybrid_chooses_its_own_last_rows(directly, processors, monkeypatch):
+    processors(48)
+    monkeypatch.setattr(method_module, "METHODS", dict(method_module.METHODS))
+    monkeypatch.setattr(mask_function, "METHODS", method_module.METHODS)
+
+    @dataclass(frozen=True, eq=False)
+    class Nearest(Hybrid):
+        def select(self, problem):
+            return problem.nearest_diagonals(2)
+
+    nearest_mask = mask_function.mask_function("nearest", Nearest)
+    it = call(320, method="hybrid")
+    out = sparse_attention(it.query, it.key, it.value, method=nearest_mask, block_size=SIZE, dense_below=0)
+    keep = torch.ones(20, 20, dtype=torch.bool).tril().triu(-1).expand(1, 4, -1, -1)
+    assert_same_attention(out, it.under(keep)[0])
+    assert directly.call_count == 1
+
+
+def test_groups_of_one_size_share_the_lists(directly, processors):
+    processors(48)
+    it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
+    where = {"dense_below": 0, "gamma": 0.9, "block_size": SIZE, "min_budget": 0, "min_coverage": 0.0, "max_mask_bytes": 1}
+    groups = plan(it.query, it.key, it.value, **where).groups
+    assert len(groups) == 4 and groups[0].last is not None and all(group.last is groups[0].last for group in groups)
 
 
 def test_layers_of_a_plan_share_the_lists(directly, processors, monkeypatch):

@@ -89,7 +89,7 @@ def test_a_mixture_s_attention_is_the_stock_backend_s_or_the_adapter_s(name, run
 
     for asked in ("chunks", "longer"):
         assert mean(asked, ours) < mean(asked, half) / 3
-    assert mean("chunks", ours) < mean("chunks", ours["faults"]["second_page_twice"])
+    assert 1.5 * mean("chunks", ours) < mean("chunks", ours["faults"]["second_page_twice"])
     assert ours["counters"]["sparse"] > 1700
     # in bfloat16 the programs of vLLM and transformers differ by more in the others: Gemma 4 by 0.15, Granite by 0.55, both dense
     if name in ("qwen3_next", "qwen3_5"):
