@@ -121,11 +121,11 @@ class Method:
         """The method with these options; raises for wrong ones."""
         unknown = [name for name in options if name not in cls.defaults]
         if unknown:
-            names = ", ".join(cls.defaults) or "of every mask only"
+            names = f"the options {', '.join(cls.defaults)}" if cls.defaults else "no options of its own"
             others = ", ".join(name for name, other in METHODS.items() if unknown[0] in other.defaults)
             but_of = f", an option of {others}" if others else ""
             hint = _OWN_MASK if unknown[0] in ("attn_mask", "block_mask", "mask_mod", "score_mod") else ""
-            raise UnknownOption(f"method {cls.name!r} takes the options {names}; got {unknown[0]!r}{but_of}{hint}", unknown[0])
+            raise UnknownOption(f"method {cls.name!r} takes {names}; got {unknown[0]!r}{but_of}{hint}", unknown[0])
         return cls(block_size=block_size, **options)
 
     @classmethod
@@ -162,10 +162,8 @@ class Method:
 
     def fit_to_heads(self: _Method, query: Tensor) -> _Method:
         """The method with its options per head checked against the heads of `query`, whose values are not read."""
-        fitted, num_heads = (
-            {name: shares_by_head(name, getattr(self, name), query) for name in self.per_head_options},
-            query.shape[1],
-        )
+        num_heads = query.shape[1]
+        fitted = {name: shares_by_head(name, getattr(self, name), query) for name in self.per_head_options}
         for name, default in self.pair_options.items():
             pairs = getattr(self, name)
             fitted[name] = pairs_by_head(name, default(num_heads) if default is not None and pairs is None else pairs, num_heads)

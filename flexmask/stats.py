@@ -48,7 +48,8 @@ class SelectionStats:
         float32: true attention of the representative rows held by the kept blocks (flexprefill, published, hybrid); 1 in dense
         calls.
     row_coverage
-        float32: evidence of all rows held by the kept blocks, mean over query blocks (hybrid).
+        float32: attention of the sampled rows to key means that the kept blocks hold, mean over query blocks (hybrid). Not
+        bounded by `min_coverage`, which bounds a share of the root mean square R.
     least_row_coverage
         float32: the same in the query block where the kept blocks hold least (hybrid).
     dense_heads

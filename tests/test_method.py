@@ -72,6 +72,7 @@ REFUSED_BY: dict[str, Refusals] = {
         ({"min_budget": -1}, ValueError, "min_budget must be >= 0 tokens; got -1"),
         *refused_values(ValueError, STRIDE.replace("{size}", "128"), ("row_stride",), (0, -8, 3, 2, 256)),
         ({"row_stride": 4, "block_size": 256}, ValueError, STRIDE.format(size=256, got=4)),
+        ({"row_stride": 1, "block_size": 48}, ValueError, STRIDE.format(size=48, got=1)),
         *refused_values(ValueError, "min_coverage must be in [0, 1]; got {got}", ("min_coverage",), (-0.1, 1.5)),
         *refused_values(TypeError, INTEGER, ("row_stride",), (8.0,)),
         *refused_values(TypeError, "{name} must be True or False; got {got!r}", ("last_rows_dense",), ("true", 1, 0.0, None)),

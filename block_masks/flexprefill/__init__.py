@@ -119,7 +119,7 @@ class FlexPrefill(Method):
     index_queries: str = word("last", "middle")
 
     def select(self, problem: BlockProblem) -> Choice:
-        shared, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))
+        shared_steps, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))
         tau: Number = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)
         steps: _Steps = kernels if problem.by_kernels else plain
         size = problem.block_size
@@ -127,9 +127,11 @@ class FlexPrefill(Method):
         max_lines = None if self.max_budget is None else num_blocks(self.max_budget, size)
 
         # step 1: attention of the representative rows, and its mass by key block and by block diagonal
-        index = shared.representative_mass(problem, self.index_queries)
+        index = shared_steps.representative_mass(problem, self.index_queries)
         pattern = (
-            index if self.pattern_queries == self.index_queries else shared.representative_mass(problem, self.pattern_queries)
+            index
+            if self.pattern_queries == self.index_queries
+            else shared_steps.representative_mass(problem, self.pattern_queries)
         )
 
         # step 2: does attention follow block means?  step 3a: the lines of either kind of head
@@ -144,7 +146,7 @@ class FlexPrefill(Method):
             blocks = steps.query_aware_blocks(problem, key_means, is_query_aware, gamma, self.query_aware, max_lines)
 
         # step 4: blocks kept always; step 5: lists
-        lists, keep = shared.kept_blocks(problem, lines, blocks)
+        lists, keep = shared_steps.kept_blocks(problem, lines, blocks)
         return Choice(
             lists,
             keep,
@@ -153,7 +155,7 @@ class FlexPrefill(Method):
                 "js_distance": lambda _: distance,
                 "num_vertical_blocks": lambda _: lines[0].sum(-1),
                 "num_slash_blocks": lambda _: lines[1].sum(-1),
-                "coverage": lambda keep: shared.coverage(problem, index, keep),
+                "coverage": lambda keep: shared_steps.coverage(problem, index, keep),
             },
         )
 

@@ -94,17 +94,19 @@ class Hybrid(Method):
     last_rows_dense: bool = True
 
     def select(self, problem: BlockProblem) -> Choice:
-        shared, nearest = problem.steps, num_blocks(self.min_budget, problem.block_size)
-        steps: _Steps = kernels if problem.by_kernels else plain
+        shared_steps, nearest = problem.steps, num_blocks(self.min_budget, problem.block_size)
+        own_steps: _Steps = kernels if problem.by_kernels else plain
 
         # the last rows: true attention, and the key blocks kept of it
-        last = shared.representative_mass(problem, "last")
-        key_blocks = steps.key_blocks(problem, last, self.gamma, RULE.last_row_multiple)
+        last = shared_steps.representative_mass(problem, "last")
+        key_blocks = own_steps.key_blocks(problem, last, self.gamma, RULE.last_row_multiple)
 
         # all rows: attention to key means, and the blocks kept of it
-        row_choice = steps.row_blocks(problem, self.row_stride, self.gamma, RULE.row_multiple, self.min_coverage)
+        row_choice = own_steps.row_blocks(problem, self.row_stride, self.gamma, RULE.row_multiple, self.min_coverage)
 
-        lists, keep = shared.kept_blocks(problem, key_blocks, row_choice.blocks, nearest, last if self.last_rows_dense else None)
+        lists, keep = shared_steps.kept_blocks(
+            problem, key_blocks, row_choice.blocks, nearest, last if self.last_rows_dense else None
+        )
         covered: list[Tensor] = []
 
         def row_coverage(keep: Tensor, which: int) -> Tensor:
@@ -117,7 +119,7 @@ class Hybrid(Method):
             keep,
             {
                 "num_vertical_blocks": lambda _: key_blocks[0].sum(-1),
-                "coverage": lambda keep: shared.coverage(problem, last, keep),
+                "coverage": lambda keep: shared_steps.coverage(problem, last, keep),
                 "row_coverage": lambda keep: row_coverage(keep, 0),
                 "least_row_coverage": lambda keep: row_coverage(keep, 1),
             },
@@ -127,7 +129,7 @@ class Hybrid(Method):
         check_bool("last_rows_dense", self.last_rows_dense)
         check_int("row_stride", self.row_stride)
         size, stride = self.block_size, self.row_stride
-        if not size // 32 <= stride or stride < 1 or size % stride != 0:
+        if stride < 1 or 32 * stride < size or size % stride != 0:
             raise ValueError(f"row_stride must be a divisor of block_size ({size}) and at least a 32nd of it; got {stride}")
 
     def keeps_every_block(self) -> bool:

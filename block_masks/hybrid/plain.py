@@ -50,7 +50,7 @@ class RowChoice(NamedTuple):
     """Blocks that the rows of each query block choose."""
 
     blocks: ChosenBlocks
-    # from a map of kept blocks to the evidence that they hold: mean and minimum over query blocks, (batch, num_heads) each
+    # from a map of kept blocks to the mean attention that they hold: mean and minimum over query blocks, (batch, num_heads) each
     coverage: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 

@@ -12,12 +12,12 @@ _PAIR_BYTES = 40
 _SCORE_BYTES = 12  # float32 twice, and the map of visible keys
 
 
-def head_groups(query: Tensor, key: Tensor, at_once: int | None, shared: bool = False) -> list[HeadGroup]:
-    """Groups of equal size, each of one to `at_once` heads (None: all); of whole batch rows if heads are `shared`."""
+def head_groups(query: Tensor, key: Tensor, at_once: int | None, whole_batch_rows: bool = False) -> list[HeadGroup]:
+    """Groups of equal size, each of one to `at_once` heads (None: all); with `whole_batch_rows` of all heads of a row."""
     batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
     if at_once is None:
         at_once = batch * num_heads
-    elif shared:
+    elif whole_batch_rows:
         at_once = max(at_once, num_heads)
     per_key = num_heads // num_kv_heads
     rows = _largest_divisor(batch, at_once // num_heads)

@@ -67,7 +67,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def running_sums(values: Tensor, precision: torch.dtype) -> Tensor:
-    """Cumulative sums over the last dimension of float32 values >= 0, sums of at most 2**22; NaN affects only its line."""
+    """Cumulative sums over the last dimension of float32 values >= 0, sums of at most 2**22; NaN affects only its own sums."""
     # a running float32 sum over a large map never reaches 0.99 of its total: without float64, int64 of 40 binary places
     if precision == torch.float64:
         return values.double().cumsum(-1)

@@ -112,8 +112,8 @@ def chosen_backend(
     if is_dense:
         return Backend("flash")
     raise ValueError(
-        'backend="flash" has not been checked for calls of this kind, and no check can run during compilation or CUDA-graph '
-        "capture: call flexmask.warmup first"
+        'backend="flash" has not been checked for calls of this kind, and no check can run here (in torch.compile, a CUDA-graph '
+        "capture, a dispatch mode, a torch.func transform or an export): call flexmask.warmup first"
     )
 
 
@@ -135,7 +135,8 @@ def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int,
     if reasons:
         raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
     if not flash_available():
-        raise ValueError('backend="flash" needs torch >= 2.10 and the package flash-attn-4, which is not installed')
+        got = f"torch {torch.__version__} {'with' if has_flash_package() else 'without'} it"
+        raise ValueError(f'backend="flash" needs torch >= 2.10 and the package flash-attn-4; got {got}')
     if capability in _BLACKWELL and not is_traced():
         # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program
         warnings.warn(

@@ -87,13 +87,14 @@ def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
     out, lse = kernel(inputs, mask, not call.needs_grad)
     expected, expected_lse = exact_attention(inputs, pairs)
     # called directly, it is another kernel without a log-sum-exp, while FlexAttention always asks for one
-    for each in (kernel(inputs, mask, False)[0], out) if call.direct else (out,):
-        off = float((each.double() - expected).detach().abs().max())
-        if _agree(each, expected):
+    errors = []
+    for output in (kernel(inputs, mask, False)[0], out) if call.direct else (out,):
+        errors.append(float((output.double() - expected).detach().abs().max()))
+        if _agree(output, expected):
             continue
         without_lists = exact_attention(inputs, visible)[0]
-        what = "block lists ignored: outputs" if _agree(each, without_lists) else "outputs"
-        return Verdict(reason=f"its check here found {what} off by {off:.2g} ({_TOLERANCE} is allowed)")
+        what = "block lists ignored: outputs" if _agree(output, without_lists) else "outputs"
+        return Verdict(reason=f"its check here found {what} off by {errors[-1]:.2g} ({_TOLERANCE} is allowed)")
     if call.needs_grad:
         leaves = (inputs.query, inputs.key, inputs.value)
         weights = normal_numbers(out.shape, 3, out.dtype, device)
@@ -103,10 +104,10 @@ def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
             share = float((one.double() - other).abs().max() / other.abs().max())
             if not share <= _TOLERANCE:
                 return Verdict(reason=f"its check here found {name}'s gradient off by {share:.1%} ({_TOLERANCE:.0%} is allowed)")
-        return Verdict(lse_reason=NO_LSE_GRADIENT, error=off)
+        return Verdict(lse_reason=NO_LSE_GRADIENT, error=max(errors))
     assert lse is not None
     verdict = _lse_verdict(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.has_softcap else _LSE_TOLERANCE)
-    return verdict._replace(error=off)
+    return verdict._replace(error=max(errors))
 
 
 def _lse_verdict(lse: Tensor, expected: Tensor, tolerance: float) -> Verdict:
@@ -190,7 +191,8 @@ def _log_unchecked(key: _Key) -> None:
     """Log once that calls of a kind could not be checked; "auto" then takes Triton, and backend="flash" raises."""
     if first_time("not checked", key):
         _log.warning(
-            "flexmask: FLASH was not checked before such calls (%s) were compiled or captured, where no check can run, and does "
-            "not serve them: call flexmask.warmup before",
+            "flexmask: FLASH was not checked before such calls (%s) were made where no check can run (in torch.compile, a "
+            "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not serve them: call "
+            "flexmask.warmup before",
             key[2],
         )

@@ -133,6 +133,6 @@ def _warn_of_wrappers() -> None:
 
 
 def _home(function: Any) -> str:
-    """The module that defines a function, or the class of an object. functools.wraps changes ``__module__`` only."""
+    """The module that defines a function, or an object's class; by ``__globals__``, as functools.wraps copies ``__module__``."""
     function = getattr(function, "func", function)  # of a partial
     return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))

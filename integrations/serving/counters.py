@@ -17,7 +17,8 @@ from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCa
 from flexmask.integrations.record.summary import summary_of
 from flexmask.integrations.serving.layers import SparseLayer
 
-SAMPLED_STATISTICS = ("density", "coverage", "least_row_coverage")  # of the first sparse step after each log
+# of the first sparse step, and of the first after each log until heads were warned of
+SAMPLED_STATISTICS = ("density", "coverage", "least_row_coverage")
 _MOST_COUNTS = 64  # tensors of kept blocks to collect before they are summed
 
 
@@ -26,7 +27,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.steps = 0
+        self.sparse_steps = 0
         self.sparse_tokens = 0
         self.dense_tokens = 0
         self._kept_pairs: float | Tensor = 0.0  # of sparse calls; a number until lists are counted
@@ -43,13 +44,13 @@ class Counters:
     def reset(self) -> None:
         """Set the counts to zero, except those of the exported metric."""
         with self._lock:
-            self.steps = self.sparse_tokens = self.dense_tokens = self._pairs = 0
+            self.sparse_steps = self.sparse_tokens = self.dense_tokens = self._pairs = 0
             self._kept_pairs, self._counts, self._heads = 0.0, {}, {}
 
     def add_step(self, sparse: int, dense: int) -> None:
         """Count a step's prefill tokens; call it once per step."""
         with self._lock:
-            self.steps += bool(sparse)
+            self.sparse_steps += bool(sparse)
             if sparse:
                 self._samples_heads, self._samples_heads_next = self._samples_heads_next, False
             self.sparse_tokens += sparse
@@ -101,7 +102,7 @@ class Counters:
     def report(self) -> str:
         density = self.density
         mean = "none" if density is None else f"{density:.1%}"
-        tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.steps} steps, {self.dense_tokens} dense"
+        tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.sparse_steps} steps, {self.dense_tokens} dense"
         return f"flexmask served {tokens}; mean density {mean}"
 
     def log_to(self, logger: logging.Logger, seconds: float) -> None:

@@ -50,7 +50,10 @@ def _encode_request(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     requested = request_options(custom_params, read_server_options, server_args.tp_size)
     if requested is not None:
         if not hasattr(tokenized, "extra_key"):
-            raise ValueError("options of a request must be left out where nothing is generated: its cached prefixes have no key")
+            raise ValueError(
+                "flexmask_gamma and flexmask_dense must be left out of requests that generate nothing: SGLang gives their cached "
+                "prefixes no key to keep options apart"
+            )
         params.custom_params = requested.encoded_in(custom_params)
     if hasattr(tokenized, "extra_key"):
         tokenized.extra_key = prefix_key(key, requested)

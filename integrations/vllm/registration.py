@@ -89,5 +89,6 @@ def _options_of(extra_args: Any, processor: Any) -> RequestOptions | None:
 
     try:
         return request_options(extra_args, read_server_options, config.parallel_config.tensor_parallel_size)
-    except ValueError as error:  # which servers answer with status 500
+    # servers answer a plain ValueError with status 500
+    except ValueError as error:
         raise VLLMValidationError(str(error)) from None

@@ -59,7 +59,7 @@ def test_counts_have_the_least_value_that_the_docstring_states(name, option):
         ("minference", {"plan": 7}, "plan must be a pair .*; got int"),
         ("minference", {"plan": None}, "plan must be a pair .*; got NoneType"),
         ("moa", {"plan": (1, float("inf"))}, "plan must be finite; got inf"),
-        ("causal", {"beta": 1}, "method 'causal' takes the options of every mask only; got 'beta'$"),
+        ("causal", {"beta": 1}, "method 'causal' takes no options of its own; got 'beta'$"),
     ],
 )
 def test_wrong_options_are_refused(name, options, message):

@@ -70,7 +70,7 @@ REFUSED = [
     ('doctor --option layers={{"1":{{}},"01":{{}}}}', "'--option': layers must have each layer once; got 1 twice"),
     ('doctor --option layers={{"1":{{}},"1":{{}}}}', "'--option': an object must have each key once; got '1' twice"),
     ("doctor --option tau=0.1", "'--option': method 'hybrid' takes the options gamma"),
-    ("doctor --method causal --gamma 0.1", "'--gamma': method 'causal' takes the options of every mask only"),
+    ("doctor --method causal --gamma 0.1", "'--gamma': method 'causal' takes no options of its own"),
     ("doctor --settings nowhere.json", "'--settings': cannot read nowhere.json: No such file"),
     *((f"doctor --settings {{{name}}}", f"'--settings': {{{name}}}: ") for name in ("blank", "list", "number")),
     ("doctor --settings {heads} --gamma .9", "'--gamma': gamma cannot override gamma of layer 3 in {heads}"),

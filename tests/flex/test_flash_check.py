@@ -189,8 +189,9 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
     with caplog.at_level(logging.WARNING, "flexmask"), state():
         assert flash_verdict(call, CPU, refuses) is flash_verdict(call, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
-        f"flexmask: FLASH was not checked before such calls ({call}) were compiled or captured, where no check can run, and does "
-        "not serve them: call flexmask.warmup before"
+        f"flexmask: FLASH was not checked before such calls ({call}) were made where no check can run (in torch.compile, a "
+        "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not serve them: call "
+        "flexmask.warmup before"
     ]
     assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
     with state():

@@ -101,7 +101,7 @@ def test_the_first_sparse_layer_counts_for_all():
     split = ours.split(StepRequests([0, 300], [300]))
     for role in ours.sparse_layers:
         ours.count_step(role, split, is_sparse=True)
-    assert (ours.counters.steps, ours.counters.sparse_tokens) == (1, 300)
+    assert (ours.counters.sparse_steps, ours.counters.sparse_tokens) == (1, 300)
 
 
 def started(largest, **options):

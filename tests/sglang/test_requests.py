@@ -41,7 +41,7 @@ def test_a_request_without_a_key_takes_no_options(read):
     """Requests for embeddings share prefixes."""
     for custom in (None, {}, {"flexmask_gamma": None, "flexmask_dense": None}):
         assert not hasattr(read(custom), "extra_key")
-    with pytest.raises(ValueError, match="options of a request must be left out where nothing is generated"):
+    with pytest.raises(ValueError, match="must be left out of requests that generate nothing"):
         read({"flexmask_dense": True})
 
 

@@ -90,7 +90,7 @@ def test_what_runs_stock_is_logged_once(caplog, monkeypatch):
         )
     ]
     # four calls of one step that was split, and the last two steps
-    assert (ours.engine.counters.steps, ours.engine.counters.dense_tokens) == (2, 4 * 200 + 400)
+    assert (ours.engine.counters.sparse_steps, ours.engine.counters.dense_tokens) == (2, 4 * 200 + 400)
 
 
 def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
@@ -116,5 +116,5 @@ def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_m
     ours.step([(0, 0, 200), (1, 0, 20)])
     assert ours.engine._reserved is None
     ours.step([(0, 200, 1)], ForwardMode.DECODE)
-    assert (counters.steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
+    assert (counters.sparse_steps, counters.sparse_tokens, counters.dense_tokens) == (1, 200, 20)
     assert counters.density is not None

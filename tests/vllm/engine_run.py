@@ -105,7 +105,7 @@ class Asked(programs.Asked):
 
     def counts(self):
         found = self.engine.counters
-        return {"sparse": found.sparse_tokens, "dense": found.dense_tokens, "steps": found.steps, "density": found.density}
+        return {"sparse": found.sparse_tokens, "dense": found.dense_tokens, "steps": found.sparse_steps, "density": found.density}
 
     def roles(self):
         """By layer: window, sinks and soft cap where it is sparse, else the reason."""

@@ -46,7 +46,7 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, 
     common, tensors = step_of(MIXES["sparse ones between dense ones"])
     for _ in range(2):
         assert_stock_outputs(parts, common.replace(**change), tensors)
-    assert (engine.counters.steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
+    assert (engine.counters.sparse_steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
     assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
     # models that take images name each request's images
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.split.sparse

@@ -21,7 +21,7 @@ from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, MIXES, assert_st
 def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
     assert_stock_outputs(parts, *step_of(MIXES[mix], order))
     sparse = sum(rows for rows, _ in MIXES[mix] if rows >= 32)
-    assert (engine.counters.sparse_tokens, engine.counters.steps) == (sparse, sparse > 0)
+    assert (engine.counters.sparse_tokens, engine.counters.sparse_steps) == (sparse, sparse > 0)
     # parts get no ahead-of-time schedule
     assert all(each.is_fast for each in parts[1].calls[:-1] if sparse)
 
