@@ -22,8 +22,8 @@ class LastRows(NamedTuple):
     """The last rows of calls of one shape, and the lists of their copies. From `last_rows_in_parts`."""
 
     rows: int  # that keep everything
-    copied: int  # the last rows of a copy, in whole blocks: at least `rows`
-    parts: int  # copies
+    copied: int  # rows of a copy, whole blocks: at least `rows`
+    parts: int  # of the keys, one for each copy
     lists: BlockLists  # of (batch, num_heads) heads and parts * copied rows
     is_sparse: Tensor  # (num_q_blocks,) int32, 0 for the query blocks that keep everything
 
@@ -36,9 +36,9 @@ def num_processors(device: torch.device) -> int:
 def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | None:
     """Parts for a causal call whose last row stands at the last key; None if it has too few keys, or many heads.
 
-    Query blocks with one of the last `block_size` rows keep every visible block. In the copies' sequence the last copy stands
-    where its rows are, each other one `copied` rows before the next, so that the kernel's causal mask shows it no later key than
-    its rows see. A part therefore ends where the copy's first row does.
+    Query blocks with one of the last `block_size` rows keep every visible block. In the sequence of copies the last one stands
+    where its rows are, and each other one `copied` rows before the next. As the kernel's causal mask hides later keys, the part
+    of each copy but the last ends before the copy's first row.
     """
     batch, num_heads, q_len, _ = inputs.query.shape
     q_blocks, kv_len, device = num_blocks(q_len, block_size), inputs.key.shape[2], inputs.query.device
