@@ -76,8 +76,8 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     # a module may be imported again
     if other is not None and _qualified_name(other) != _qualified_name(cls):
         raise ValueError(f"{function_name} must have another name: method {name!r} is that of {_qualified_name(other)}")
-    options = [each for each in fields(cls) if each.name in cls.defaults]
-    positional = [each.name for each in options if not each.kw_only]
+    option_fields = [each for each in fields(cls) if each.name in cls.defaults]
+    positional = [each.name for each in option_fields if not each.kw_only]
 
     def make_mask(
         query: Tensor,
@@ -121,15 +121,18 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         mask = block_mask(inputs, selection)
         return (mask, merge_group_stats([selection.stats], head_groups(query, key, None))) if return_stats else mask
 
-    query, key, _, *common, _ = inspect.signature(make_mask).parameters.values()
+    query_parameter, key_parameter, _, *common, _ = inspect.signature(make_mask).parameters.values()
     option_parameters = [
-        inspect.Parameter(each.name, common[0].kind if each.kw_only else query.kind, default=each.default, annotation=each.type)
-        for each in options
+        inspect.Parameter(
+            each.name, common[0].kind if each.kw_only else query_parameter.kind, default=each.default, annotation=each.type
+        )
+        for each in option_fields
     ]
     function = cast(Any, make_mask)
     # inspect and help() read it
     function.__signature__ = inspect.Signature(
-        [query, key, *option_parameters, *common], return_annotation="BlockMask | tuple[BlockMask, SelectionStats]"
+        [query_parameter, key_parameter, *option_parameters, *common],
+        return_annotation="BlockMask | tuple[BlockMask, SelectionStats]",
     )
     function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
     function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
@@ -172,8 +175,8 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         options.append((each.name, hints.get(each.name, Any), option))
     # torch.compile (2.11) traces no function with a Field
     function = cast(Any, choose)
-    function.__defaults__ = tuple(_plain(x) for x in function.__defaults__ or ()) or None
-    function.__kwdefaults__ = {name: _plain(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
+    function.__defaults__ = tuple(_default_of(x) for x in function.__defaults__ or ()) or None
+    function.__kwdefaults__ = {name: _default_of(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
     name = choose.__name__.removesuffix("_mask")
     body = {
         "select": lambda self, problem: choose(problem, **self.options),
@@ -204,7 +207,7 @@ def _unpickle_method(module: str, name: str, values: dict[str, Any]) -> Method:
     return METHODS[name].unchecked(**values)
 
 
-def _plain(default: Any) -> Any:
+def _default_of(default: Any) -> Any:
     return default.default if isinstance(default, Field) else default
 
 

@@ -144,7 +144,7 @@ class PrefillSettings:
                 raise ValueError(f"{name} must hold layer indices below {num_layers}, the model's layers; got {beyond[0]}")
         for layer, num_heads in enumerate(heads):
             if num_heads is not None and layer not in self.dense_layers:
-                with_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
+                fitted_to_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from the defaults, in JSON types; ValueError for a method that is a function."""
@@ -211,7 +211,7 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def with_heads(method: Method, num_heads: int, where: str = "") -> Method:
+def fitted_to_heads(method: Method, num_heads: int, where: str = "") -> Method:
     """The method with its options per head checked for so many heads; an error's message begins with `where`."""
     try:
         return method.fit_to_heads(torch.empty(()).expand(1, num_heads, 1, 1))

@@ -33,9 +33,10 @@ def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str,
     """Call `function`, check its mask, and drop what causality, window and padding hide."""
     inputs, block_size, visible = problem.inputs, problem.block_size, problem.visibility.visible
     parameters = inspect.signature(function).parameters
-    scores = {name: value for name, value in {"scale": inputs.scale, "softcap": inputs.softcap}.items() if name in parameters}
+    given = {"scale": inputs.scale, "softcap": inputs.softcap}
+    score_arguments = {keyword: value for keyword, value in given.items() if keyword in parameters}
     geometry = {"window": inputs.window, "attention_mask": inputs.attention_mask, "q_offset": inputs.offset}
-    mask: Any = function(inputs.query, inputs.key, block_size=block_size, **scores, **geometry, **options)
+    mask: Any = function(inputs.query, inputs.key, block_size=block_size, **score_arguments, **geometry, **options)
     _check(mask, f"method {name} must return", inputs, block_size)
     kept, full = kept_and_full(mask, visible.shape[-1])
     kept = (kept & visible[:, None]).expand(inputs.query.shape[0], -1, -1, -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from flexmask._torch import is_fake_outside, is_traced, is_under_vmap
 
 # torch.compile traces no abstract class; NumPy's float64 is a float
-_PLAIN = (int, float, bool, str, bytes, type(None))
+_BUILTIN_TYPES = (int, float, bool, str, bytes, type(None))
 # read here: torch 2.5.1 cannot trace it
 _MAX_FLOAT = sys.float_info.max
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -130,18 +130,18 @@ def check_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
-    scores: dict[str, float | None],
+    score_numbers: dict[str, float | None],
     window: int | None,
     attention_mask: Tensor | None,
     q_offset: int | Tensor | None,
     sinks: Tensor | None,
     prompt_len: int | None,
 ) -> None:
-    """Check the arguments that every public function shares, reading no tensor's values; `scores` are scale and softcap."""
+    """Check the arguments that every public function shares, reading no values; `score_numbers` are scale and softcap."""
     _check_query_key(query, key)
     if value is not None:
         _check_value(value, key)
-    for name, number in scores.items():
+    for name, number in score_numbers.items():
         if number is not None:
             check_real(name, number)
             if number <= 0:
@@ -225,7 +225,7 @@ def check_offset(q_offset: int, q_len: int, kv_len: int) -> None:
 
 def plain_number(value: Any) -> Any:
     """`value` as an int if it is an integer, as a float if it is another real number; anything else, bool too, as it is."""
-    if type(value) in _PLAIN or isinstance(value, (bool, Tensor)):
+    if type(value) in _BUILTIN_TYPES or isinstance(value, (bool, Tensor)):
         return value
     if isinstance(value, numbers.Integral):
         return operator.index(value)
@@ -234,7 +234,7 @@ def plain_number(value: Any) -> Any:
 
 def plain_numbers(value: Any) -> Any:
     """Apply `plain_number`, also inside sequences and arrays, which come back as tuples; tensors stay tensors."""
-    if type(value) in _PLAIN or isinstance(value, (str, bytes, Tensor)):
+    if type(value) in _BUILTIN_TYPES or isinstance(value, (str, bytes, Tensor)):
         return value
     if hasattr(value, "__array__") and hasattr(value, "tolist") and not isinstance(value, numbers.Number):
         value = value.tolist()

@@ -54,20 +54,20 @@ def attention(
         and not is_traced()
         and restore_attention_name(getattr(module, "config", None))
     ):
-        scores = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
-        return _own_attention(module)(module, query, key, value, attention_mask, dropout=dropout, **scores, **kwargs)
+        own_arguments = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        return _own_attention(module)(module, query, key, value, attention_mask, dropout=dropout, **own_arguments, **kwargs)
     if dropout != 0:
         raise refusal(f"dropout {dropout}", "model.eval()")
     _check_arguments(module, kwargs)
-    scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    score_arguments = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if query.shape[2] != 1 or isinstance(attention_mask, BlockMask):
         mask = _checked_mask(module, is_causal, attention_mask, query, key)
         segments = _checked_segments(mask, query, kwargs)
-        inputs = _checked_inputs(query, key, value, mask, scores)
+        inputs = _checked_inputs(query, key, value, mask, score_arguments)
         return serve(module, inputs, mask.seq_len, mask, segments), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
-    inputs = _checked_inputs(query, key, value, None, scores)
+    inputs = _checked_inputs(query, key, value, None, score_arguments)
     with without_autocast(query.device):
         if attention_mask is None:
             out = dense_attention(inputs)[0]
@@ -95,13 +95,13 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def _checked_inputs(
-    query: Tensor, key: Tensor, value: Tensor, mask: GeometryMask | None, scores: dict[str, Any]
+    query: Tensor, key: Tensor, value: Tensor, mask: GeometryMask | None, score_arguments: dict[str, Any]
 ) -> AttentionInputs:
     """Check the tensors and build the inputs. Head sizes that no mask supports are allowed, because such layers run dense.
 
     `mask` is None for a decoding step.
     """
-    arguments = dict(scores)
+    arguments = dict(score_arguments)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
         arguments |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
@@ -110,7 +110,7 @@ def _checked_inputs(
     # check everything else on a supported head size, gradients included
     stand_ins = [x[..., :1].expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
     checked = attention_inputs(*stand_ins, **arguments)
-    scale = query.shape[3] ** -0.5 if scores["scale"] is None else checked.scale
+    scale = query.shape[3] ** -0.5 if score_arguments["scale"] is None else checked.scale
     # autocast may be on
     query, key, value = (x.to(checked.query.dtype) for x in (query, key, value))
     return checked.with_fields(query=query, key=key, value=value, scale=scale)

@@ -23,7 +23,7 @@ from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.method import Method
 from flexmask.plans import Plan, dense_plan, plan_call
-from flexmask.settings import PrefillSettings, with_heads
+from flexmask.settings import PrefillSettings, fitted_to_heads
 from flexmask.stats import STATISTICS, dense_stats
 
 
@@ -181,7 +181,7 @@ def _local_method(method: Method, module: nn.Module, num_heads: int) -> Method:
     rank = _rank(module, named // num_heads)
     if rank is None:
         return method
-    return with_heads(method, named).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
+    return fitted_to_heads(method, named).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

@@ -152,7 +152,7 @@ def classify_mask_function(mask_function: Callable[..., Any], local_size: int | 
     if group_function is not None and not is_traced():
         mask_function = _without_groups(mask_function)
     tensors = _find_captured(mask_function, Tensor)
-    for window, expected in _plain(mask_function, local_size):
+    for window, expected in _single_prompt_masks(mask_function, local_size):
         if _same(mask_function, expected):
             return True, window, None
         for ids in tensors:
@@ -167,7 +167,9 @@ def classify_mask_function(mask_function: Callable[..., Any], local_size: int | 
     return False, None, None
 
 
-def _plain(mask_function: Callable[..., Any], local_size: int | None) -> list[tuple[int | None, Callable[..., Any]]]:
+def _single_prompt_masks(
+    mask_function: Callable[..., Any], local_size: int | None
+) -> list[tuple[int | None, Callable[..., Any]]]:
     """Windows and mask functions of single prompts, one of which `mask_function` may be."""
     if local_size is not None:
         return [(local_size, window_function(local_size))]

@@ -30,7 +30,7 @@ _EVERY: dict[str, tuple[str, ...] | set[str]] = {
     "ParallelConfig": {"use_ubatching"},
     "the implementation": {"scale"},
 }  # fmt: skip
-_PLAIN: dict[str, tuple[str, ...] | set[str]] = {
+_NOT_LATENT: dict[str, tuple[str, ...] | set[str]] = {
     "impl.forward": (
         "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
     ),
@@ -101,4 +101,4 @@ def interface_faults(stock: Any) -> list[str]:
         found["an attention layer"] = names_in(attention, "set_default_quant_scales")
         if stock.forward_includes_kv_cache_update:
             faults.append("keys and values must be in the cache before forward runs")
-    return faults_in(found, {**_EVERY, **(_LATENT if is_latent else _PLAIN)}) + faults
+    return faults_in(found, {**_EVERY, **(_LATENT if is_latent else _NOT_LATENT)}) + faults
