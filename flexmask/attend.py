@@ -30,7 +30,7 @@ class AttentionResult(NamedTuple):
     counts: tuple[Tensor, ...] = ()  # of kept blocks, (batch, heads or 1, num_q_blocks) int32, two per group; none in dense calls
 
     def as_returned(self) -> Any:
-        """What public functions return: the output, or a tuple of it and what was requested in addition."""
+        """Return the output as public functions do: by itself, or in a tuple with what was requested in addition."""
         extras = tuple([x for x in (self.lse, self.stats) if x is not None])
         return (self.out, *extras) if extras else self.out
 

@@ -194,7 +194,7 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
 
 
 def _reduced(method: Method, module: str, name: str) -> tuple[Any, ...]:
-    """What ``__reduce__`` returns for a method of a function."""
+    """Reduce a method of a function for pickling, as ``__reduce__`` does."""
     if "__reduce__" in vars(type(method)):
         return _unpickle_method, (module, name, vars(method))
     # a subclass is in its module

@@ -34,7 +34,7 @@ class GroupPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """What attention calls of one kind share: geometry, call options, backend and groups of heads. From `flexmask.plan`.
+    """Geometry, call options, backend and groups of heads that attention calls of one kind share. From `flexmask.plan`.
 
     Attributes
     ----------

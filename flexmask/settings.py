@@ -226,7 +226,7 @@ SettingsOverride = PrefillSettings | Mapping[str, Any]
 def named_settings(
     method: str | Callable[..., BlockMask] | None = None, settings: PrefillSettings | str | Path | None = None, **options: Any
 ) -> SettingsOverride:
-    """What a caller sets: whole `settings`, an object or a file, or keywords, which are not checked yet."""
+    """Gather a caller's settings: whole `settings`, an object or a file, or keywords, which are not checked yet."""
     if settings is None:
         return options if method is None else {"method": method, **options}
     if method is not None or options:

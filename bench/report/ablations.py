@@ -1,4 +1,4 @@
-"""What other selections change against hybrid on the same prompts; rows of `bench.answers`."""
+"""Changes by other selections against hybrid on the same prompts; rows of `bench.answers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine is measured on: the model and the prompts that a command line names."""
+"""The model and the prompts that a command line names, on which an engine is measured."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the plain steps and the kernels share."""
+"""Code that the plain steps and the kernels share."""

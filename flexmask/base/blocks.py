@@ -46,7 +46,7 @@ class Steps(Protocol):
 
 
 class BlockGeometry(NamedTuple):
-    """Where the tokens of a problem stand, and which blocks see which."""
+    """The places of a problem's tokens, and the pairs of blocks that see each other."""
 
     tokens: TokenValidity
     visibility: BlockVisibility

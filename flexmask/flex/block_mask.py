@@ -134,7 +134,7 @@ def parts_of(mask: BlockMask) -> MaskParts | None:
 
 
 class _MaskOrigin(NamedTuple):
-    """What `block_mask` made a mask from."""
+    """The parts from which `block_mask` made a mask, and the mask."""
 
     owner: weakref.ref[BlockMask]  # the mask
     mask_mod: MaskMod

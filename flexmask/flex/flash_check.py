@@ -36,7 +36,7 @@ Kernel = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | Non
 
 
 class Verdict(NamedTuple):
-    """Whether FLASH serves calls of one kind, and with a log-sum-exp."""
+    """The outcome of FLASH's check of one kind of call: output and log-sum-exp."""
 
     reason: str = ""  # why FLASH cannot serve them; empty where it can
     lse_reason: str = ""  # why it cannot return their log-sum-exp; empty where it can

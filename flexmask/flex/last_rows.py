@@ -15,7 +15,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import num_blocks
 
-_LEAST_BLOCKS = 8  # key blocks per part and query block of the copy: shorter parts gain nothing
+_LEAST_BLOCKS = 8  # key blocks per part and query block of the copy; shorter parts were not tried
 
 
 class LastRows(NamedTuple):

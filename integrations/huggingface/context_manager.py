@@ -30,7 +30,7 @@ _log = logging.getLogger("flexmask")
 
 
 class _Exit:
-    """What a ``with`` statement calls at its end. Only it holds the scope strongly: once it is dropped, the scope is closed.
+    """The function that a ``with`` block ends with. Only it holds the scope strongly: once it is dropped, the scope is closed.
 
     1. ``with`` looks up ``__exit__``: `_ExitOfEachBlock` makes an exit, which the statement holds to its end, and others weakly.
     2. ``with`` calls ``__enter__``, which finds this exit in `_LATEST_EXIT`, gives it a new scope and opens that.

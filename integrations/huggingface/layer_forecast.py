@@ -32,7 +32,7 @@ _READ = 256  # tokens that the forward reads; enough for models that add a key p
 
 
 class LayerForecast(NamedTuple):
-    """What a prompt would do in one layer."""
+    """The forecast for a prompt in one layer."""
 
     layer: int
     # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')

@@ -1,4 +1,4 @@
-"""What transformers' mask functions pass on to its attention: the geometry of a forward pass, without a map of tokens."""
+"""The geometry of a forward pass, which transformers' mask functions pass on to its attention without a map of tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MaskNotServed(NotImplementedError, AttributeError):
 
 
 class ForwardPass:
-    """What the layers under one mask share in a forward pass. A model makes one mask for each kind of its layers."""
+    """The scope and plans of the layers under one mask in a forward pass. A model makes one mask for each kind of layer."""
 
     def __init__(self) -> None:
         self._served = False

@@ -72,7 +72,7 @@ _OPENED_HERE: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_h
 
 
 class _Entry:
-    """What is known of a config or module: the scopes that serve it, and of a config what `model_config` keeps."""
+    """Facts about a config or module: the scopes that serve it, and of a config what `model_config` keeps."""
 
     def __init__(self, part: Any) -> None:
         part_id, drop = id(part), _ENTRIES.pop

@@ -150,7 +150,7 @@ class PrefillRun:
         return sorted({*self.settings.layers} - self._called) if self._called else []
 
     def dense_summary(self) -> tuple[bool, str] | None:
-        """Whether every call ran dense, and the log line; None if no call did."""
+        """Summarize the dense calls: True if every call ran dense, and the log line; None if no call did."""
         if not self._dense:
             return None
         dense = set().union(*self._dense.values())

@@ -1,4 +1,4 @@
-"""What the plug-ins of all engines share: the state of one model in one process of an engine."""
+"""The state of one model in one process of an engine, which the plug-ins of all engines share."""
 
 from __future__ import annotations
 

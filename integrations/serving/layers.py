@@ -60,7 +60,7 @@ class SparseLayer(LayerShape):
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What a plan needs to know of a layer: layers of one kind share plans."""
+        """A layer's shape, method and options, by which layers share plans."""
         return (*self._fixed, *self.method.options.items())
 
     @property
