@@ -51,6 +51,8 @@ class Engine(NamedTuple):
 
 _MIXTURES = {name: model for name, (model, _) in MIXTURES.items()}
 _MIXTURES["qwen3_next"] = functools.partial(random_models.qwen3_next, dense_layers=())
+# the default for Nemotron-H is FlashInfer, though this model has no experts
+_EXPERTS = {"nemotron": {"moe_runner_backend": "triton"}}
 
 ENGINES = {
     "stock": Engine(None, {}, (*SAME, *CHOSEN)),
@@ -67,7 +69,7 @@ ENGINES = {
     "wrong": Engine({"gama": 0.9}, _OURS, ()),
     # on a GPU
     **{
-        f"{name}{suffix}": Engine(options, arguments, ("text",), model=_MIXTURES[name])
+        f"{name}{suffix}": Engine(options, {**arguments, **_EXPERTS.get(name, {})}, ("text",), model=_MIXTURES[name])
         for name in ("qwen3_next", "qwen3_5", "nemotron", "granite")
         for suffix, options, arguments in (("_stock", None, {}), ("", KEEP_ALL, _OURS), ("_half", HALF, _OURS))
     },

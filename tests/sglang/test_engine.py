@@ -1,16 +1,11 @@
 """The plug-in in SGLang on a CPU, in float32, against the stock backend and the adapter. `make test-sglang` runs it."""
 
-import importlib.util
-
 import pytest
 
 from tests.serving.engine_tests import NEAR, EngineTests, assert_same_answers
 from tests.vllm.agreement import differences, distance, summary
 
 pytest.importorskip("sglang", reason="`make test-sglang` has it in an environment of its own")
-needs_flashinfer = pytest.mark.skipif(
-    importlib.util.find_spec("flashinfer") is None, reason="SGLang's engine of Nemotron-H needs FlashInfer"
-)
 
 
 @pytest.fixture
@@ -87,7 +82,7 @@ def test_an_unknown_option_ends_the_start(run):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", pytest.param("nemotron", marks=needs_flashinfer), "granite"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "nemotron", "granite"])
 def test_a_mixture_s_attention_is_the_stock_backend_s(name, written):
     """By a command: ``python -m tests.sglang.engine_run qwen3_next triton OUT``."""
     stock, ours, half = (written("sglang.engine_run", f"{name}{kind}", "triton") for kind in ("_stock", "", "_half"))
