@@ -153,8 +153,8 @@ class RepresentativeMass(NamedTuple):
     lines: LineMass  # by key block (V) and by block diagonal (S)
 
 
-def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    """Step 1: the attention of the "last" or the "middle" rows, and its mass by line."""
+def representative_mass(problem: BlockProblem, which: str, with_diagonals: bool = True) -> RepresentativeMass:
+    """Step 1: the attention of the "last" or the "middle" rows, and its mass by line; S is computed in any case."""
     rows = representative_rows(which, problem.tokens, problem.block_size)
     attention = representative_attention(problem.inputs, rows, problem.tokens)
     return RepresentativeMass(rows, attention, line_mass(attention, rows, problem.block_size))

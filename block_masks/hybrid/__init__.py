@@ -98,7 +98,7 @@ class Hybrid(Method):
         own_steps: _Steps = kernels if problem.by_kernels else plain
 
         # the last rows: true attention, and the key blocks kept of it
-        last = shared_steps.representative_mass(problem, "last")
+        last = shared_steps.representative_mass(problem, "last", False)
         key_blocks = own_steps.key_blocks(problem, last, self.gamma, RULE.last_row_multiple)
 
         # all rows: attention to key means, and the blocks kept of it

@@ -47,13 +47,14 @@ def _key_blocks_kernel(
     kept,  # int8
     num_heads, num_kv_blocks,
     MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
+    NUM_SUMS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(1) // num_heads
     o_kv = tl.program_id(0) * TILE + tl.arange(0, TILE)
     threshold = _threshold(gamma, gamma_bits, max_seen, tl.program_id(1) % num_heads, batch, MULTIPLE, BY_HEAD).to(tl.float32)
     b_base, b_factor, _, _ = load_rows(norms, last_rows, head, batch, BLOCK_SIZE, PADDED_SIZE)
-    b_shares = key_block_shares(sums, b_base, b_factor, head, o_kv[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
+    b_shares = key_block_shares(sums, b_base, b_factor, head, o_kv[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE, NUM_SUMS)
     # NaN must not be lost in a maximum
     b_largest = tl.where(tl.sum((b_shares != b_shares).to(tl.int32), 1) > 0, float("nan"), tl.max(b_shares, 1))
     m_kv = o_kv < num_kv_blocks
@@ -71,7 +72,7 @@ def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Number, m
     _key_blocks_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
         last.sums, last.norms, last.rows, problem.edges.kv_edges, problem.edges.max_seen, by_head, bits, kept, num_heads, blocks,
         MULTIPLE=float(multiple), BY_HEAD=is_read, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
-        TILE=LINES_PER_PROGRAM,
+        TILE=LINES_PER_PROGRAM, NUM_SUMS=last.sums.shape[4],
     )  # fmt: skip
     return kept
 

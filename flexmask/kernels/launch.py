@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction
 # whole numbers on which no kernel is specialized: all but strides, whose divisibility wide loads need
 _NUMBERS = (
     "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "num_chunks", "blocks", "length",
-    "max_distance", "gamma_bits", "nearest", "cap", "floor", "digit_pass", "page_size", "skipped", "cached_len",
+    "max_distance", "gamma_bits", "nearest", "cap", "floor", "digit_pass", "page_size", "skipped", "cached_len", "parts", "rows",
+    "blocks_per_program",
 )  # fmt: skip
 # Triton's compiled kernels take every argument, constants too, from some release on: 3.1 does not, 3.6 was run, 3.7 and 3.9 read.
 # On AMD they are specialized on sizes of tensors too.

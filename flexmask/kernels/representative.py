@@ -14,7 +14,9 @@ from flexmask.base.visibility import num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.visibility import WHICH
 
-BLOCKS_PER_PROGRAM = 16
+# key blocks of a program; half as many where there would be fewer programs than these
+_BLOCKS_PER_PROGRAM = 16
+_FEW_PROGRAMS = 256
 # bytes of shared memory per program on consumer GPUs (compute capability 8.6, 8.9, 12.0)
 _SHARED_MEMORY = 101_376
 
@@ -28,7 +30,7 @@ class RepresentativeMass(NamedTuple):
     rows: Tensor  # (batch, 1 + block_size) int32: a plane of `Edges.representative`
     # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak of the scores, -inf where the row sees nothing of the
     # block; the sum of exp2(score - peak); the sum weighted by how far the row's phase leads the key's (after), and by how far it
-    # trails it (before)
+    # trails it (before). Without diagonals the first two
     sums: Tensor
     norms: Tensor  # (batch, num_heads, block_size, 2) float32: base and factor; the factor of rows not taken is 0
 
@@ -41,9 +43,10 @@ def _block_sums_kernel(
     chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
     key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
+    blocks_per_program,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    PER_KEY: tl.constexpr, BLOCKS_PER_PROGRAM: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PADDED: tl.constexpr, ONE_STORE: tl.constexpr,
+    PER_KEY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    PADDED: tl.constexpr, HAS_DIAGONALS: tl.constexpr, ONE_STORE: tl.constexpr,
 ):  # fmt: skip
     # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
@@ -77,10 +80,10 @@ def _block_sums_kernel(
     )
     p_key = key + batch.to(tl.int64) * key_stride_batch + kv_head.to(tl.int64) * key_stride_head
 
-    first_block = tl.program_id(1) * BLOCKS_PER_PROGRAM
+    first_block = tl.program_id(1) * blocks_per_program
     b_chunk_highest = tl.full([TILE], float("-inf"), tl.float32)
     b_chunk_total = tl.zeros([TILE], tl.float32)
-    for block in range(first_block, tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_kv_blocks)):
+    for block in range(first_block, tl.minimum(first_block + blocks_per_program, num_kv_blocks)):
         b_highest = tl.full([TILE], float("-inf"), tl.float32)
         b_total = tl.zeros([TILE], tl.float32)
         b_by_phase = tl.zeros([TILE], tl.float32)
@@ -110,23 +113,30 @@ def _block_sums_kernel(
             b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
             b_shrink = tl.exp2(b_highest - b_base)
             b_weight = tl.exp2(b_score * to_log2 - b_base[:, None])
-            b_phase = o_phase[None, :].to(tl.float32)
             b_total = b_total * b_shrink + tl.sum(b_weight, 1)
-            b_by_phase = b_by_phase * b_shrink + tl.sum(b_weight * b_phase, 1)
-            b_after = b_after * b_shrink + tl.sum(b_weight * tl.maximum(b_row_phase[:, None] - b_phase, 0.0), 1)
+            if HAS_DIAGONALS:
+                b_phase = o_phase[None, :].to(tl.float32)
+                b_by_phase = b_by_phase * b_shrink + tl.sum(b_weight * b_phase, 1)
+                b_after = b_after * b_shrink + tl.sum(b_weight * tl.maximum(b_row_phase[:, None] - b_phase, 0.0), 1)
             b_highest = b_higher
-        # the mean lead is after - before
-        b_before = tl.maximum(b_after - (b_row_phase * b_total - b_by_phase), 0.0)
-        o_sums = ((head * num_kv_blocks + block) * BLOCK_SIZE + o_slot) * 4
-        if ONE_STORE:
-            # each of four stores would convert the layout
-            b_four = tl.join(tl.join(b_highest, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
-            tl.store(sums + o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :], b_four)
-        else:
+        NUM_SUMS: tl.constexpr = 4 if HAS_DIAGONALS else 2
+        o_sums = ((head * num_kv_blocks + block) * BLOCK_SIZE + o_slot) * NUM_SUMS
+        # each of several stores would convert the layout
+        if not ONE_STORE:
             tl.store(sums + o_sums, b_highest)
             tl.store(sums + o_sums + 1, b_total)
-            tl.store(sums + o_sums + 2, b_after / BLOCK_SIZE)
-            tl.store(sums + o_sums + 3, b_before / BLOCK_SIZE)
+        elif not HAS_DIAGONALS:
+            tl.store(sums + o_sums[:, None] + tl.arange(0, 2)[None, :], tl.join(b_highest, b_total))
+        if HAS_DIAGONALS:
+            # the mean lead is after - before
+            b_before = tl.maximum(b_after - (b_row_phase * b_total - b_by_phase), 0.0)
+            if ONE_STORE:
+                b_four = tl.join(tl.join(b_highest, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
+                o_four = o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
+                tl.store(sums + o_four, b_four)
+            else:
+                tl.store(sums + o_sums + 2, b_after / BLOCK_SIZE)
+                tl.store(sums + o_sums + 3, b_before / BLOCK_SIZE)
         b_higher = tl.maximum(b_chunk_highest, b_highest)
         b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
         b_chunk_total = b_chunk_total * tl.exp2(b_chunk_highest - b_base) + b_total * tl.exp2(b_highest - b_base)
@@ -193,8 +203,8 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
 
-def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass:
-    """As `flexmask.plain.representative_mass`."""
+def representative_mass(problem: BlockProblem, which: str, with_diagonals: bool = True) -> RepresentativeMass:
+    """As `flexmask.plain.representative_mass`; without diagonals, half of the sums."""
     inputs, block_size, rows = problem.inputs, problem.block_size, problem.edges.representative[WHICH.index(which)]
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
@@ -202,18 +212,20 @@ def representative_mass(problem: BlockProblem, which: str) -> RepresentativeMass
     blocks = num_blocks(kv_len, block_size)
     tile, keys = _tiles(head_dim, query.element_size(), block_size)
     per_key = num_heads // num_kv_heads
-    sums = query.new_empty((batch, num_heads, blocks, block_size, 4), dtype=torch.float32)
-    num_chunks = cdiv(blocks, BLOCKS_PER_PROGRAM)
+    sums = query.new_empty((batch, num_heads, blocks, block_size, 4 if with_diagonals else 2), dtype=torch.float32)
+    is_small = batch * num_heads * blocks < _FEW_PROGRAMS * _BLOCKS_PER_PROGRAM
+    blocks_per_program = _BLOCKS_PER_PROGRAM // 2 if is_small else _BLOCKS_PER_PROGRAM
+    num_chunks = cdiv(blocks, blocks_per_program)
     chunks = query.new_empty((batch, num_heads, num_chunks, block_size, 2), dtype=torch.float32)
     padded_dim = max(16, next_power_of_2(head_dim))
     grid = (per_key * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query, key, rows, rows if mask is None else mask, sums, chunks,
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
-        inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance,
+        inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance, blocks_per_program,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, PER_KEY=per_key,
-        BLOCKS_PER_PROGRAM=BLOCKS_PER_PROGRAM, HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None,
-        PADDED=mask is not None,
+        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None,
+        PADDED=mask is not None, HAS_DIAGONALS=with_diagonals,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,
         num_stages=_pipeline_stages(block_size, tile, padded_dim * query.element_size(), query.device),

@@ -30,11 +30,13 @@ def load_rows(norms, representative, head, batch, BLOCK_SIZE: tl.constexpr, PADD
 
 
 @triton.jit
-def key_block_shares(sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr):
+def key_block_shares(
+    sums, b_base, b_factor, head, o_kv, num_kv_blocks, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, NUM_SUMS: tl.constexpr
+):  # fmt: skip
     """Attention of each row to key blocks `o_kv`, (TILE, 1), as (TILE, PADDED_SIZE)."""
     o_slot = tl.arange(0, PADDED_SIZE)[None, :]
     m_sums = (o_kv < num_kv_blocks) & (o_slot < BLOCK_SIZE)
-    p_sums = sums + ((head * num_kv_blocks + o_kv) * BLOCK_SIZE + o_slot) * 4
+    p_sums = sums + ((head * num_kv_blocks + o_kv) * BLOCK_SIZE + o_slot) * NUM_SUMS
     b_weight = tl.exp2(tl.load(p_sums, mask=m_sums, other=float("-inf")) - b_base) * b_factor
     return tl.load(p_sums + 1, mask=m_sums, other=0.0) * b_weight
 
@@ -79,7 +81,7 @@ def _lines_kernel(
     batch = tl.program_id(1) // num_heads
     o_line = tl.program_id(0) * TILE + tl.arange(0, TILE)
     b_base, b_factor, b_own, num_rows = load_rows(norms, representative, head, batch, BLOCK_SIZE, PADDED_SIZE)
-    b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
+    b_shares = key_block_shares(sums, b_base, b_factor, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE, 4)
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(sums, b_base, b_factor, b_own, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     m_line = o_line < num_kv_blocks
