@@ -45,6 +45,7 @@ class AttentionInputs(NamedTuple):
     sinks: Tensor | None = None  # (num_heads,) floating
     needs_grad: bool = False
     prompt_len: int | None = None  # tokens of the whole prompt, if more than the call's
+    out: Tensor | None = None  # (batch, num_heads, q_len, v_head_dim), for a kernel that can write its output into it
 
     @property
     def max_distance(self) -> int:
@@ -76,7 +77,8 @@ class AttentionInputs(NamedTuple):
             return self
         batch, query, key = group
         sliced: dict[str, Tensor | None] = {"query": self.query[batch, query], "key": self.key[batch, key]}
-        for name, index in (("value", (batch, key)), ("attention_mask", batch), ("offset", batch), ("sinks", query)):
+        of_batch = {"attention_mask": batch, "offset": batch}
+        for name, index in {"value": (batch, key), "sinks": query, "out": (batch, query), **of_batch}.items():
             tensor = getattr(self, name)
             sliced[name] = None if tensor is None else tensor[index]
         return self.with_fields(**sliced)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask._torch import in_dispatch_mode, is_traced, on_device
+from flexmask._torch import HAS_TRITON, in_dispatch_mode, is_traced, on_device
 from flexmask.base.head_groups import flash_key_tile
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
-from flexmask.flex.last_rows import LastRows, copies, without_last_rows, write_joined
+from flexmask.flex.last_rows import LastRows, copies, parts_of, without_last_rows
 from flexmask.flex.run import with_sinks
+
+if HAS_TRITON:
+    from flexmask.kernels.join_parts import join_parts
 
 
 def needs_no_mask_mod(inputs: AttentionInputs, block_size: int) -> bool:
@@ -45,10 +48,12 @@ def flash_attention(
     with on_device(inputs.query.device):
         out, lse = _forward(inputs, lists if last is None else without_last_rows(lists, last), block_size, needs_lse, lse_factor)
         if last is not None:
-            of_copies = inputs.with_fields(query=copies(inputs.query, last))
+            of_copies = inputs.with_fields(query=copies(inputs.query, last), out=None)
             part_out, part_lse = _forward(of_copies, last.lists, block_size, True, lse_factor)
             assert part_lse is not None
-            write_joined(out, lse, part_out, part_lse, last)
+            rows = slice(-last.rows, None)
+            of_rows = out[:, :, rows], None if lse is None else lse[:, :, rows]
+            join_parts(parts_of(part_out, last), parts_of(part_lse, last), *of_rows)
     if inputs.sinks is not None and lse is not None:
         out = with_sinks(out, lse, inputs.sinks)
     return out, lse if return_lse else None
@@ -69,13 +74,17 @@ def _forward(
         window_size_left=None if inputs.window is None else inputs.max_distance - 1,
         block_sparse_tensors=BlockSparseTensorsTorch(*lists, block_size=(block_size, block_size)),
         return_lse=return_lse,
+        out=None if inputs.out is None or not _has_rows_of_16_bytes(inputs.out) else inputs.out.transpose(1, 2),
     )
     return out.transpose(1, 2), lse if lse is None or lse_factor == 1.0 else lse * lse_factor
 
 
 def _in_rows_of_16_bytes(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if the kernel cannot read its rows; 4.0.0b9 tells neither those nor expanded ones from others."""
+    return tensor if _has_rows_of_16_bytes(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _has_rows_of_16_bytes(tensor: Tensor) -> bool:
+    """True if the kernel can read and write its rows; 4.0.0b9 tells neither others nor expanded ones from these."""
     *strides, last = tensor.stride()
     width = 16 // tensor.element_size()
-    is_readable = last == 1 and all(stride > 0 and stride % width == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
-    return tensor if is_readable else tensor.clone(memory_format=torch.contiguous_format)
+    return last == 1 and all(stride > 0 and stride % width == 0 for stride in strides) and tensor.data_ptr() % 16 == 0

@@ -72,11 +72,6 @@ def copies(query: Tensor, last: LastRows) -> Tensor:
     return query[:, :, -last.copied :].repeat(1, 1, last.parts, 1)
 
 
-def write_joined(out: Tensor, lse: Tensor | None, of_copies: Tensor, lse_of_copies: Tensor, last: LastRows) -> None:
-    """Join the copies' attention, and write it to the last rows of `out` and of its log-sum-exp."""
-    shape, rows = (last.parts, last.copied), slice(-last.rows, None)
-    part_lse = lse_of_copies.unflatten(2, shape)[..., rows]
-    weights = part_lse.softmax(2).unsqueeze(-1)
-    out[:, :, rows] = (of_copies.unflatten(2, shape)[..., rows, :] * weights).sum(2)
-    if lse is not None:
-        lse[:, :, rows] = part_lse.logsumexp(2)
+def parts_of(x: Tensor, last: LastRows) -> Tensor:
+    """What the kernel returns of the copies, (batch, num_heads, parts * copied, ..), as (parts, batch, num_heads, rows, ..)."""
+    return x.unflatten(2, (last.parts, last.copied))[:, :, :, -last.rows :].movedim(2, 0)

@@ -38,13 +38,13 @@ class SparseRequest:
 
 def attend_chunk(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None,
-    request: SparseRequest | None = None, statistics: tuple[str, ...] = (), with_counts: bool = False,
+    request: SparseRequest | None = None, statistics: tuple[str, ...] = (), with_counts: bool = False, out: Tensor | None = None,
 ) -> AttentionResult:  # fmt: skip
     """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, seq_len, head_dim), `sinks`
     (num_heads,). Layers of one kind share the plan of a `request`; None: the chunk ends its prompt, and its plan is not kept.
-    The output is (rows, num_heads, v_head_dim).
+    The output is (rows, num_heads, v_head_dim), written into `out` if the kernel can.
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
@@ -62,6 +62,8 @@ def attend_chunk(
     else:
         # one chunk and one kind of layer: the inputs fit the plan
         inputs = plan.inputs.with_fields(query=tensors[0], key=tensors[1], value=tensors[2], sinks=sinks)
+    if out is not None:
+        inputs = inputs.with_fields(out=out.transpose(0, 1)[None])
     attended = plan.attend(inputs, statistics, with_counts=with_counts)
     return attended._replace(out=attended.out[0].transpose(0, 1))
 

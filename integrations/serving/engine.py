@@ -81,12 +81,19 @@ class Engine:
 
     def attend(
         self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,
-        sinks: Tensor | None = None, is_counted: bool = True,
+        sinks: Tensor | None = None, is_counted: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of a request's chunk, (rows, heads, dim) as `query`; `concat_cached` makes the `key` and `value`."""
+        """Attention of a request's chunk, (rows, heads, dim) as `query`; `concat_cached` makes the `key` and `value`.
+
+        It is written into `out`, which is returned, or into new memory if this is None.
+        """
         with_counts, layer = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if with_counts else ()
-        attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=with_counts)
+        attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=with_counts, out=out)
         if with_counts and is_counted:
             self.counters.add_call(role, attended, query.shape[0], key.shape[1], names_heads=request.gamma is None)
-        return attended.out
+        if out is None:
+            return attended.out
+        if attended.out.data_ptr() != out.data_ptr():
+            out.copy_(attended.out)
+        return out

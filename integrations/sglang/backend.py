@@ -129,12 +129,13 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
                 written = (x if scales is None else x.clone() for x in chunk)
                 engine.pool.set_kv_buffer(layer, forward_batch.out_cache_loc[request.rows], *written, *(scales or ()))
             # not named here, so that a request's keys and values are freed before the next one's are made
-            by_head[request.rows] = engine.attend(
+            engine.attend(
                 role,
                 request,
                 query[request.rows],
                 *keys_and_values(engine.pool, layer.layer_id, slots, chunk, scales),
                 is_counted=engine.split_to_count is not None,
+                out=by_head[request.rows],
             )
         by_head[step.num_rows :] = 0  # padding
         return out

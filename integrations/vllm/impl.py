@@ -99,12 +99,13 @@ class SparsePrefillImpl(PluginMixin):
                 # vLLM frees pages before the window of the first row
                 page_table = page_table.since(max(0, request.cached_len - role.window + 1))
             # not named here, so that a request's keys and values are freed before the next one's are made
-            output[rows] = self.flexmask.engine.attend(
+            self.flexmask.engine.attend(
                 role,
                 request,
                 queries,
                 *self.flexmask_keys_and_values(layer, kv_cache, page_table, (key[rows], value[rows])),
                 sinks,
+                out=output[rows],
             )
         return output
 

@@ -17,7 +17,7 @@ class Lists(NamedTuple):
     block_size: tuple[int, int]
 
 
-def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_tensors, return_lse, fault=""):
+def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_tensors, return_lse, out=None, fault=""):
     """flash-attn-4's forward, of (batch, tokens, heads, head_dim); `fault`: what it does wrong."""
     assert causal and all(x.stride(-1) == 1 for x in (q, k, v))
     assert window_size_left is None or window_size_left < 2**31
@@ -32,10 +32,13 @@ def forward(q, k, v, *, softmax_scale, causal, window_size_left, block_sparse_te
         lists = (listed_blocks(*counts[at : at + 2], -(-kv_len // columns)) for at in (0, 2))
         blocks = next(lists) | next(lists)
         seen = seen & blocks.repeat_interleave(rows, 2)[:, :, :q_len].repeat_interleave(columns, 3)[..., :kv_len]
-    out, lse = masked_attention(query, key, value, seen, softmax_scale)
+    result, lse = masked_attention(query, key, value, seen, softmax_scale)
     sees = seen.any(-1, keepdim=True)
-    out, lse = torch.where(sees, out, 0.0), torch.where(sees[..., 0], lse, -math.inf)
+    result, lse = torch.where(sees, result, 0.0), torch.where(sees[..., 0], lse, -math.inf)
     if fault == "no log-sum-exp" and not return_lse:
-        out = out + 0.1
-    out = out.to(q.dtype).transpose(1, 2).contiguous()
-    return out, lse.float() * (0.9 if fault == "log-sum-exp" else 1) if return_lse else None, "of later releases"
+        result = result + 0.1
+    result = result.to(q.dtype).transpose(1, 2).contiguous()
+    if out is not None:
+        assert out.shape == result.shape and out.dtype == q.dtype
+        result = out.copy_(result)
+    return result, lse.float() * (0.9 if fault == "log-sum-exp" else 1) if return_lse else None, "of later releases"

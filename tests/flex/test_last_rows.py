@@ -119,6 +119,24 @@ def test_a_corrected_log_sum_exp_weighs_the_parts(package, processors):
         torch.testing.assert_close(flash_attention(given, it.select().lists, SIZE, False, 1.0, last)[0], expected[0])
 
 
+@pytest.mark.parametrize(("given", "is_written"), [({}, True), ({"max_mask_bytes": 1}, False)], ids=["", "groups"])
+def test_the_output_goes_where_it_is_wanted(directly, processors, given, is_written):
+    """Of one group of heads, if the kernel can write there."""
+    processors(48)
+    it = call(150, 777, method="hybrid", gamma=0.9, min_coverage=0.0)
+    tensors, expected = (it.query, it.key, it.value), it.attend()
+    of_calls = plan(*tensors, dense_below=0, gamma=0.9, block_size=SIZE, min_budget=0, min_coverage=0.0, **given)
+    # rows of heads, as in a batch; the second starts between 16 bytes
+    for skipped, can in ((4, is_written), (1, False)):
+        memory = torch.full((4 * 150 * 32 + 8,), torch.nan)
+        wanted = memory[skipped : skipped - 8].view(150, 4, 32).transpose(0, 1)[None]
+        assert wanted.data_ptr() % 16 == (0 if skipped == 4 else 4)
+        out = of_calls.attend(of_calls.checked_inputs(*tensors).with_fields(out=wanted)).out
+        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+        assert (out.data_ptr() == wanted.data_ptr()) == can
+        assert memory[:skipped].isnan().all() and memory[skipped - 8 :].isnan().all()
+
+
 OTHERS = {
     "a window": {"scores": {"window": 90}},
     "last rows that are sparse": {"last_rows_dense": False},

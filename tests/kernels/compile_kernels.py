@@ -21,6 +21,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable
+from flexmask.kernels.join_parts import join_parts
 from flexmask.run_method import run_on_problem
 from tests.cases import Config
 
@@ -64,7 +65,7 @@ CHOICE = [
 
 
 def launched(problem: Problem) -> dict[str, Variant]:
-    """Every kernel that a selection of `problem` and the reader of vLLM's cache launch, by what Triton specializes on."""
+    """Every kernel for a selection of `problem`, pages and joined parts, by what Triton specializes on."""
     found = {}
 
     def record(kernel: JITFunction, *arguments: Any, grid: Any, warmup: Any, **keywords: Any) -> None:
@@ -104,6 +105,8 @@ def launched(problem: Problem) -> dict[str, Variant]:
     row = torch.empty(4, 2, head_dim, dtype=dtype)
     cache = torch.empty(2, 2, 16, 2 * head_dim, dtype=dtype)
     pages_kernel.keys_and_values(cache, PageTable(torch.arange(2, dtype=torch.int32), 20), (row, row))
+    out, lse = torch.empty(3, 2, 2, 4, head_dim, dtype=dtype), torch.empty(3, 2, 2, 4)
+    join_parts(out, lse, out[0], lse[0])
     return found
 
 

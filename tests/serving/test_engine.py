@@ -43,7 +43,9 @@ class Plain(Engine):
             _, query, *own = chunks[request.batch_index]
             cached = (None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
             keys, values = (concat_cached(*parts) for parts in zip(cached, own, strict=True))
-            outputs[request.batch_index] = self.attend(role, request, query, keys, values)
+            out = torch.full_like(query, torch.nan)
+            assert self.attend(role, request, query, keys, values, out=out) is out
+            outputs[request.batch_index] = out
         return outputs
 
 
