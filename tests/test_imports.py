@@ -24,7 +24,7 @@ ORDER = (
 )  # fmt: skip
 # and these from no others
 BELOW: dict[str, set[str]] = {
-    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation", "logged_once"},
+    "plain": {"base"}, "kernels": {"_torch", "base"}, "flex": {"_torch", "base", "compilation", "kernels", "logged_once"},
     "export": {"_torch", "base", "flex", "plain"}, "plot": {"base"},
     "block_masks": {"_torch", "base", "kernels", "mask_function", "method", "plain"},
 }  # fmt: skip
