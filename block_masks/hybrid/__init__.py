@@ -98,7 +98,7 @@ class Hybrid(Method):
         own_steps: _Steps = kernels if problem.by_kernels else plain
 
         # the last rows: true attention, and the key blocks kept of it
-        last = shared_steps.representative_mass(problem, "last", False)
+        last = shared_steps.representative_mass(problem, "last", with_diagonals=False)
         key_blocks = own_steps.key_blocks(problem, last, self.gamma, RULE.last_row_multiple)
 
         # all rows: attention to key means, and the blocks kept of it
@@ -140,7 +140,7 @@ class Hybrid(Method):
         return self.last_rows_dense and type(self).select is Hybrid.select
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
-        """Kernels take 10 bytes per pair of blocks, and 16 per key block and representative row."""
+        """An upper bound: kernels take 10 bytes per pair of blocks, and 8 of these 16 per key block and representative row."""
         if by_kernels:
             q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))
             return kv_blocks * (q_blocks * 10 + self.block_size * 16)

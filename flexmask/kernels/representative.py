@@ -45,8 +45,8 @@ def _block_sums_kernel(
     key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
     blocks_per_program,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    PER_KEY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PADDED: tl.constexpr, HAS_DIAGONALS: tl.constexpr, ONE_STORE: tl.constexpr,
+    PER_KEY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PADDED: tl.constexpr,
+    HAS_DIAGONALS: tl.constexpr, ONE_STORE: tl.constexpr,
 ):  # fmt: skip
     # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
@@ -121,7 +121,7 @@ def _block_sums_kernel(
             b_highest = b_higher
         NUM_SUMS: tl.constexpr = 4 if HAS_DIAGONALS else 2
         o_sums = ((head * num_kv_blocks + block) * BLOCK_SIZE + o_slot) * NUM_SUMS
-        # each of several stores would convert the layout
+        # one store of all sums: each of several would convert the layout
         if not ONE_STORE:
             tl.store(sums + o_sums, b_highest)
             tl.store(sums + o_sums + 1, b_total)
@@ -224,8 +224,8 @@ def representative_mass(problem: BlockProblem, which: str, with_diagonals: bool 
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance, blocks_per_program,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, PER_KEY=per_key,
-        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None,
-        PADDED=mask is not None, HAS_DIAGONALS=with_diagonals,
+        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None, PADDED=mask is not None,
+        HAS_DIAGONALS=with_diagonals,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,
         num_stages=_pipeline_stages(block_size, tile, padded_dim * query.element_size(), query.device),
