@@ -60,23 +60,23 @@ class FlashPrefill(Method):
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
         scores = capped(grouped_scores(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
-        behind = problem.tokens.position.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
-        sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (behind >= 0)
+        distance = problem.tokens.position.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
+        sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (distance >= 0)
         if inputs.window is not None:
-            sees = sees & (behind < inputs.window)
+            sees = sees & (distance < inputs.window)
         scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
         # in logarithms: exponentials overflow; (batch, num_heads, num_q_blocks, num_kv_blocks)
         total = in_blocks(scores, size, torch.finfo(scores.dtype).min).logsumexp(-1).mT
         seen = in_blocks(sees.mT, size, False).any(-1).mT[:, None]
         total = torch.where(seen, total, float("-inf"))
-        share = problem.as_tensor(self.alpha)
-        heavy = seen & (total >= total.amax(-1, keepdim=True) + share.log())
+        alpha = problem.as_tensor(self.alpha)
+        heavy = seen & (total >= total.amax(-1, keepdim=True) + alpha.log())
         kept = (
             problem.first_blocks(self.sink_blocks)
             | problem.nearest_diagonals(self.window_blocks)
             | problem.last_query_blocks(self.last_blocks)
         )
-        return kept | heavy | (share == 0)
+        return kept | heavy | (alpha == 0)
 
     def floats_per_row(self, kv_len: int) -> int:
         return max(1, kv_len // self.block_size)

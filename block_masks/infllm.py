@@ -62,12 +62,12 @@ class InfLLM(Method):
         # the window of a group's first row: (batch or 1, num_groups, num_kv_blocks)
         means = problem.query_means(blocks)
         first_row = tokens.offset.unsqueeze(-1) + blocks * size * torch.arange(means.shape[2], device=means.device)
-        ahead = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
-        local = (ahead < self.local_tokens)[:, None]
+        distance = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
+        local = (distance < self.local_tokens)[:, None]
         if inputs.window is not None:
-            ahead = ahead.masked_fill(ahead >= inputs.window, -1)
+            distance = distance.masked_fill(distance >= inputs.window, -1)
         sinks, has_keys = problem.first_blocks(self.sink_blocks), (problem.key_counts() > 0)[:, None, None]
-        units = (ahead >= self.local_tokens)[:, None] & ~sinks & has_keys
+        units = (distance >= self.local_tokens)[:, None] & ~sinks & has_keys
 
         scores = capped(grouped_scores(means * inputs.scale, problem.key_means()), inputs.softcap)
         # ranks takes values >= 0; heads that are not finite do not count

@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
 from flexmask.mask_function import BlockProblem, Method, PairsByHead, mask_function, word
-from flexmask.plain import by_offset, extended_lines, line_mass, representative_attention, representative_rows
+from flexmask.plain import blocks_on_lines, by_offset, line_mass, representative_attention, representative_rows
 
 LAST_ROWS = 64
 SINK_TOKENS = 30
@@ -69,7 +69,7 @@ class MInference(Method):
             values = torch.stack([vertical, mass.slash.masked_fill(near, float("inf"))])
             candidates = candidate_lines(problem.visibility).unsqueeze(2)
             kept = ranks(values, candidates) < (count / size).ceil()
-            return extended_lines(kept[0], kept[1], problem.visibility)
+            return blocks_on_lines(kept[0], kept[1], problem.visibility)
         attention = torch.where(rows.valid[:, None, :, None], attention, 0.0)
         columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
         valid = tokens.key_valid[:, None]
@@ -82,7 +82,7 @@ class MInference(Method):
         # an offset between two multiples of the block crosses two block diagonals
         crossing = slashes[..., 1:].any(-1)
         diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)
-        return extended_lines(keys, diagonals, problem.visibility)
+        return blocks_on_lines(keys, diagonals, problem.visibility)
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         return map_bytes(inputs, self.block_size, LAST_ROWS)

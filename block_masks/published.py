@@ -16,7 +16,7 @@ from flexmask.base.selection import Choice, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
 from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share
-from flexmask.plain import blocks_kept_always, by_offset, extended_lines, pooled_map
+from flexmask.plain import blocks_kept_always, blocks_on_lines, by_offset, pooled_map
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +80,14 @@ class Published(Method):
         )
 
         ordered, order = pooled_map(problem, key_means, counts).flatten(2).sort(dim=-1, descending=True, stable=True)
-        share = gamma.unsqueeze(-1)
+        limit = gamma.unsqueeze(-1)
         # scatter before comparing: Inductor 2.11 cannot fuse the comparison into a long running sum
         sums = running_sums(ordered, gamma.dtype)
         sums = torch.zeros_like(sums).scatter(-1, order, sums)
         # at gamma 1 rounding must not decide
-        query_aware = ((sums <= share * blocks) | (share >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
+        query_aware = ((sums <= limit * blocks) | (limit >= 1)).unflatten(-1, (blocks, blocks)) & is_query_aware[..., None, None]
 
-        keep = extended_lines(_top(vertical, num_vertical), _top(slash, num_slash), visibility) | query_aware
+        keep = blocks_on_lines(_top(vertical, num_vertical), _top(slash, num_slash), visibility) | query_aware
         keep = (keep | blocks_kept_always(problem)) & problem.visible
         return Choice(
             block_lists(keep, visibility.full),
@@ -129,8 +129,8 @@ def _budget(tokens: Tensor, gamma: Tensor) -> Tensor:
     """Blocks by the published rule: tokens whose running sum stays at or under gamma, plus one, ``// 128 + 1``."""
     # not sort: for it Inductor (2.13, 2.14) guards kv_len < 32767, and by that bound makes tiles that take minutes to compile
     running = running_sums(tokens.topk(tokens.shape[-1]).values, gamma.dtype)
-    share = gamma.unsqueeze(-1)
-    return (((running <= share) | (share >= 1)).sum(-1) + 1) // 128 + 1
+    limit = gamma.unsqueeze(-1)
+    return (((running <= limit) | (limit >= 1)).sum(-1) + 1) // 128 + 1
 
 
 def _top(values: Tensor, count: Tensor) -> Tensor:

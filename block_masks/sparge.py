@@ -61,9 +61,9 @@ class Sparge(Method):
         key_valid, counts = tokens.key_valid, problem.key_counts()
         present = inputs.key.float().masked_fill(~key_valid[:, None, :, None], 0)
         centre = present.sum(2, keepdim=True) / key_valid.sum(-1).clamp(min=1)[:, None, None, None]
-        least = problem.as_tensor(self.similarity_threshold)
-        keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > least
-        rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > least
+        threshold = problem.as_tensor(self.similarity_threshold)
+        keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > threshold
+        rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > threshold
         per_key = inputs.query.shape[1] // inputs.key.shape[1]
         keys_alike = keys_alike.repeat_interleave(per_key, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
 
@@ -72,12 +72,12 @@ class Sparge(Method):
         attention = torch.where(candidates, masked_softmax(scores, candidates), 0.0).nan_to_num(0.0)
         order = torch.where(candidates, attention, -1.0).sort(dim=-1, descending=True, stable=True).indices
         if self.topk is None:
-            share = problem.as_tensor(self.cdf_threshold)
+            limit = problem.as_tensor(self.cdf_threshold)
             # at 1 rounding must not decide
-            within = (running_sums(attention.gather(-1, order), share.dtype) <= share) | (share >= 1)
+            within = (running_sums(attention.gather(-1, order), limit.dtype) <= limit) | (limit >= 1)
         else:
-            share = problem.as_tensor(self.topk)
-            within = problem.kv_block < (share * (counts > 0).sum(-1)).floor()[:, None, None, None]
+            limit = problem.as_tensor(self.topk)
+            within = problem.kv_block < (limit * (counts > 0).sum(-1)).floor()[:, None, None, None]
         within = within | (problem.kv_block == 0)
         chosen = torch.zeros_like(candidates.expand(order.shape)).scatter(-1, order, within.expand(order.shape))
         return (chosen & candidates) | ~keys_alike | ~rows_alike.unsqueeze(-1)

@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
 from flexmask.mask_function import BlockProblem, Method, count, mask_function
-from flexmask.plain import extended_lines, representative_mass
+from flexmask.plain import blocks_on_lines, representative_mass
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class VerticalSlash(Method):
         rank = ranks(lines, candidates)
         vertical = rank[0] < -(-self.vertical_size // size)
         slash = rank[1] < -(-self.slash_size // size)
-        return extended_lines(vertical, slash, problem.visibility)
+        return blocks_on_lines(vertical, slash, problem.visibility)
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         return map_bytes(inputs, self.block_size, self.block_size)

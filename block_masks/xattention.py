@@ -66,10 +66,10 @@ class XAttention(Method):
 
         first_row = problem.tokens.offset.unsqueeze(-1) + self.stride * torch.arange(query.shape[2], device=query.device)
         # of the row group, in tokens
-        ahead = first_row.unsqueeze(-1) - self.stride * torch.arange(key.shape[2], device=key.device)
-        visible = (pairs > 0) & (ahead > -self.stride)
+        distance = first_row.unsqueeze(-1) - self.stride * torch.arange(key.shape[2], device=key.device)
+        visible = (pairs > 0) & (distance > -self.stride)
         if inputs.window is not None:
-            visible = visible & (ahead < inputs.window + self.stride - 1)
+            visible = visible & (distance < inputs.window + self.stride - 1)
         visible = visible[:, None]
         attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
         tiles = attention.unflatten(3, (-1, size // self.stride)).sum(4).unflatten(2, (-1, size // self.stride)).sum(3)

@@ -116,8 +116,8 @@ def sparse_attention(
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, half precision; untested on
         Blackwell, with a warning) or ``"auto"`` (default): flash on a Hopper GPU for block_size 128, head dims of multiples of 8
         up to 192, of value up to 128, or both 256, and no gradients, else triton; on CPUs the compiled C++ kernel. Flash serves
-        what a numeric check found right: the first call of a kind on a device compiles and runs it (docs/limits.md). By name it
-        raises otherwise.
+        what a numeric check found right: the first call of a kind on a device compiles and runs it (docs/limits.md). Chosen by
+        name, it raises for the rest.
     dense_below
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
         plain calls of flexprefill (gamma 0.95) beat dense attention on every input measured (docs/performance.md). In longer

@@ -30,14 +30,14 @@ _log = logging.getLogger("flexmask")
 
 
 def compiled(function: Callable[..., Any], numbers: tuple[Hashable, ...], *variant: Hashable) -> Callable[..., Any]:
-    """`function` compiled once per `numbers`, which stay constants, `variant` and `ambient_state`; traced, the plain function."""
+    """`function`, compiled once for each `numbers` (constants), `variant` and `ambient_state`; itself while torch traces."""
     return function if is_traced() else _compile(function, numbers, variant)
 
 
 @functools.cache
 def _compile(function: Callable[..., Any], numbers: tuple[Hashable, ...], variant: tuple[Hashable, ...]) -> Callable[..., Any]:
-    # Dynamo keeps by a code's name which numbers it saw change. Under one name for all, a block size is symbolic once another
-    # variant had another; graphs are then alike, and on torch 2.11 one of another block size ran, it seems from the disk cache.
+    # Dynamo remembers by a code's name which numbers changed. With one name for all, the block size becomes symbolic, and on
+    # torch 2.11 a graph of another block size ran, apparently from the disk cache.
     name = f"{function.__name__}_{zlib.crc32(repr(numbers).encode()):08x}"
 
     @functools.cache

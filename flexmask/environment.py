@@ -14,9 +14,9 @@ import torch
 
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES, HAS_CPU_KERNEL, HAS_FLASH_BACKEND, HAS_TRITON, KNOWS_LENGTHS
 from flexmask.base.inputs import AttentionInputs
-from flexmask.flex.backend import auto_checks, chosen_backend, flash_available, has_flash_kernels, has_flash_package
+from flexmask.flex.backend import auto_takes_flash, chosen_backend, flash_available, has_flash_kernels, has_flash_package
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import flash_verdict
-from flexmask.flex.flash_problem import FlashCall
 
 _MAX_CHARACTERS = 1000  # of an error that is shown: some list every model of transformers
 
@@ -41,7 +41,7 @@ PACKAGES = ("flexmask", "torch", "triton", "flash-attn-4", "transformers", "acce
 
 
 class BackendReport(NamedTuple):
-    """A backend of FlexAttention: whether it can run, whether ``"auto"`` takes it, and why not."""
+    """A backend of FlexAttention: usable or not, chosen by ``"auto"`` or not, and the reason if not."""
 
     name: str
     usable: bool
@@ -59,7 +59,7 @@ class FlashReport(NamedTuple):
     seconds: float
 
 
-class Problem(NamedTuple):
+class KnownIssue(NamedTuple):
     """Something that fails (`severity` ``"error"``) or may fail (``"warning"``), and the remedy."""
 
     severity: str
@@ -126,16 +126,16 @@ def flash_features(device: torch.device | str) -> list[FlashReport]:
     device = torch.zeros((), device=device).device
     reports = []
     for feature, changes in FLASH_FEATURES.items() if flash_can_run(device) else ():
-        call = FlashCall(torch.bfloat16, 128, 128)._replace(**changes)
+        call = FlashKind(torch.bfloat16, 128, 128)._replace(**changes)
         verdict = flash_verdict(call, device)
         assert verdict is not None
         reason = verdict.reason or verdict.lse_reason
-        served = "no" if verdict.reason else "auto" if auto_checks(call) else "by name"
+        served = "no" if verdict.reason else "auto" if auto_takes_flash(call) else "by name"
         reports.append(FlashReport(feature, served, None if reason else verdict.lse_factor, reason, verdict.seconds))
     return reports
 
 
-def problems(device: torch.device | str) -> list[Problem]:
+def problems(device: torch.device | str) -> list[KnownIssue]:
     """Known bad combinations of releases, environment variables and `device`; errors come first."""
     device = torch.device(device)
     on_cpu, on_nvidia = device.type == "cpu", device.type == "cuda" and torch.version.hip is None
@@ -172,7 +172,7 @@ def problems(device: torch.device | str) -> list[Problem]:
         (has_flash_package() and not HAS_FLASH_BACKEND, "warning",
          f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10"),
     ]  # fmt: skip
-    return sorted((Problem(*rest) for holds, *rest in conditions if holds), key=lambda problem: problem.severity != "error")
+    return sorted((KnownIssue(*rest) for holds, *rest in conditions if holds), key=lambda problem: problem.severity != "error")
 
 
 def one_line(message: object) -> str:

@@ -3,13 +3,9 @@
 Block means and the attention between them (the paper's avgpool), and lines: their mass, by key block and by block diagonal, and
 the blocks on those that are kept (paper, section 3.3).
 
-The paper sums the representative attention ``p[i, k]`` along vertical lines (keys) and slash lines (offsets
-``position(i) - k``). Selection by block needs two pooled sums: ``V[j]``, the attention to key block j, and ``S[c]``, where a
-slash at offset ``o = cB + x`` counts for block diagonal c by ``1 - x/B`` and for c+1 by ``x/B``, the share of its rows there.
-
-Inside key block j, a row at phase ``r`` of its block P and a key at phase ``y`` have offset ``(P - j)B + r - y``, so the key's
-share goes to diagonals P-j, P-j+1 and P-j-1 by ``1 - |r - y|/B``, ``max(0, r - y)/B`` and ``max(0, y - r)/B``: S is three
-weighted sums by (row, key block), shifted by P.
+docs/algorithm.md defines the pooled sums V, by key block, and S, by block diagonal. Inside key block j, a row at phase ``r`` of
+its block P and a key at phase ``y`` give shares ``1 - |r - y|/B``, ``max(0, r - y)/B`` and ``max(0, y - r)/B`` to diagonals
+P-j, P-j+1 and P-j-1: S is three weighted sums by (row, key block), shifted by P.
 """
 
 from __future__ import annotations
@@ -54,14 +50,14 @@ class RepresentativeRows(NamedTuple):
     position: Tensor  # (batch or 1, block_size) int64
 
 
-def representative_rows(which: str, tokens: TokenValidity, block_size: int) -> RepresentativeRows:
+def representative_rows(subset: str, tokens: TokenValidity, block_size: int) -> RepresentativeRows:
     """The last (or the middle) block_size valid query rows, adjacent or not; fewer if there are no more."""
     slot = torch.arange(block_size, device=tokens.offset.device)
     # Inductor (2.11, CUDA) cannot search in a cumsum of ones, which it folds
     rank = tokens.row_valid.cumsum(-1) if tokens.has_attention_mask else None  # (batch, q_len)
     num_valid = torch.full_like(tokens.offset, tokens.row_valid.shape[1]) if rank is None else rank[:, -1]
     first = (num_valid - block_size).clamp(min=0)
-    if which == "middle":
+    if subset == "middle":
         first = first // 2
     ordinal = first.unsqueeze(-1) + slot
     valid = ordinal < num_valid.unsqueeze(-1)
@@ -114,7 +110,7 @@ def by_offset(attention: Tensor, rows: RepresentativeRows) -> Tensor:
     return torch.where((key >= 0)[:, None], shifted, 0.0)
 
 
-def extended_lines(vertical: Tensor, slash: Tensor, visibility: BlockVisibility) -> Tensor:
+def blocks_on_lines(vertical: Tensor, slash: Tensor, visibility: BlockVisibility) -> Tensor:
     """The map of all blocks on kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool each."""
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)
@@ -153,9 +149,9 @@ class RepresentativeMass(NamedTuple):
     lines: LineMass  # by key block (V) and by block diagonal (S)
 
 
-def representative_mass(problem: BlockProblem, which: str, with_diagonals: bool = True) -> RepresentativeMass:
+def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool = True) -> RepresentativeMass:
     """Step 1: the attention of the "last" or the "middle" rows, and its mass by line; S is computed in any case."""
-    rows = representative_rows(which, problem.tokens, problem.block_size)
+    rows = representative_rows(subset, problem.tokens, problem.block_size)
     attention = representative_attention(problem.inputs, rows, problem.tokens)
     return RepresentativeMass(rows, attention, line_mass(attention, rows, problem.block_size))
 
@@ -180,7 +176,7 @@ def kept_blocks(
     `lines` are key blocks, and block diagonals if there are two. Every query block keeps its `nearest` nearest blocks; those with
     rows of `dense_rows` keep all that they see.
     """
-    keep = lines[0].unsqueeze(-2) if lines.shape[0] == 1 else extended_lines(lines[0], lines[1], problem.visibility)
+    keep = lines[0].unsqueeze(-2) if lines.shape[0] == 1 else blocks_on_lines(lines[0], lines[1], problem.visibility)
     keep = keep | blocks_kept_always(problem) | problem.nearest_diagonals(nearest)
     if blocks is not None:
         keep = keep | blocks.chosen

@@ -208,7 +208,7 @@ def plan_call(
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if heads_may_be_dense and not inputs.needs_grad and not is_traced():
         dense_key_heads, break_even_density = _dense_key_heads(inputs, method, keeps_every_block)
-    return _in_groups(inputs, method, call_options, reason, return_lse, dense_key_heads, break_even_density)
+    return _plan_in_groups(inputs, method, call_options, reason, return_lse, dense_key_heads, break_even_density)
 
 
 def _dense_key_heads(
@@ -236,7 +236,7 @@ def dense_plan(
     return Plan(inputs, call_options, reason, backend, return_lse)
 
 
-def _in_groups(
+def _plan_in_groups(
     inputs: AttentionInputs,
     method: FittedMethod,
     call_options: CallOptions,

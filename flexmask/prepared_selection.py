@@ -31,7 +31,7 @@ class PreparedSelection(NamedTuple):
     method: FittedMethod
     method_for_steps: Method  # the method with options as its steps take them (`with_device_numbers`)
     by_kernels: bool
-    rows: int | None = None  # per slice; None: `select` runs on all rows at once
+    rows_per_slice: int | None = None  # None: `select` runs on all rows at once
     # the geometry for kernels, and for plain steps; None: computed with the selection
     edges: Edges | None = None
     geometry: BlockGeometry | None = None
@@ -80,9 +80,9 @@ def with_replay(prepared: PreparedSelection) -> PreparedSelection:
 
 
 def with_device_numbers(method: FittedMethod, query: Tensor, keep_numbers: bool) -> Method:
-    """The method with numbers as tensors in `widest_float`, so that another value is not another compilation.
+    """The method with its numbers as tensors in `widest_float`, so that another value is not another compilation.
 
-    Floats except 0 are 0-d, unless `keep_numbers`; shares (num_heads,) and pairs (.., 2).
+    Floats become 0-d, except 0; options per head (num_heads,), pairs (.., 2). With `keep_numbers` floats stay numbers.
     """
     options, tensors = method.options, {}
     floats = [] if keep_numbers else [name for name in method.float_options if options[name] is not None and options[name] != 0]

@@ -47,14 +47,14 @@ def run_plain(
     if prepared.geometry is not None:
         return run_on_problem(BlockProblem(inputs, size, plain, geometry=prepared.geometry), method, statistics)
     if method.is_user_method:
-        return cut_and_run(inputs, size, method, statistics, call_end)
+        return plain_selection(inputs, size, method, statistics, call_end)
     fixed = tuple([(name, value) for name, value in method.options.items() if not isinstance(value, Tensor)])
-    return run_compiled(cut_and_run, (method.name, fixed, statistics), inputs, size, method, statistics, call_end)
+    return run_compiled(plain_selection, (method.name, fixed, statistics), inputs, size, method, statistics, call_end)
 
 
 def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...]) -> Selection:
     """Run a method in plain steps on some query rows at a time."""
-    query, q_len, offset, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows
+    query, q_len, offset, rows = inputs.query, inputs.query.shape[2], inputs.offset, prepared.rows_per_slice
     assert rows is not None
     if offset is None:
         offset = torch.zeros(query.shape[0], dtype=torch.int32, device=query.device)
@@ -66,7 +66,7 @@ def run_in_slices(prepared: PreparedSelection, inputs: PositionedInputs, statist
         maps.append(keep)
     # lists and statistics of the whole map
     whole = MapOfSlices(torch.cat(maps, 2), block_size=prepared.method_for_steps.block_size)
-    return run_compiled(cut_and_run, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
+    return run_compiled(plain_selection, ("map", (), statistics), inputs, whole.block_size, whole, statistics, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ class MapOfSlices(Method):
         return from_map(problem, self.kept)
 
 
-def cut_and_run(
+def plain_selection(
     inputs: PositionedInputs, block_size: int, method: Method, statistics: tuple[str, ...], call_end: Tensor | None
 ) -> Selection:
     """Cut a call into blocks and run a method on it; torch compiles both together."""

@@ -21,7 +21,7 @@ def select_blocks(
         if prepared.by_kernels:
             result = (run_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
         else:
-            result = (run_plain if prepared.rows is None else run_in_slices)(prepared, inputs, statistics)
+            result = (run_plain if prepared.rows_per_slice is None else run_in_slices)(prepared, inputs, statistics)
         if not with_map and result.mask_mod is None:
             # without a map and a title all methods share one compiled kernel
             return result if result.keep is None else result.with_fields(keep=None)

@@ -16,12 +16,12 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import flexprefill_mask
 from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.flex.backend import chosen_backend
-from flexmask.flex.flash_problem import exact_attention
+from flexmask.flex.flash_case import exact_attention
 
 # of outputs around 1, from attention in float64
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 # with a gamma at which few tokens lose blocks
-METHODS = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
+TESTED = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
 _TOKENS, _HEAD_DIM, _BLOCK_SIZE = 1100, 64, 128
 # share of the visible blocks that may differ between devices in float32: a score on a threshold
 _OTHER_BLOCKS = 0.01
@@ -68,7 +68,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
         if chosen_backend("auto", AttentionInputs(x, x, x, scale=1.0), _BLOCK_SIZE, lists_only=True).name == "flash":
             cases.append(("flash", torch.bfloat16))
     for backend, dtype in cases:
-        for method in METHODS:
+        for method in TESTED:
             start = time.perf_counter()
             numbers: tuple[float | None, float | None, float | None, float | None] = (None, None, None, None)
             error = ""
@@ -122,7 +122,7 @@ def _first_line(raised: Exception) -> str:
 def _differences(device: torch.device, backend: str, dtype: torch.dtype, method: str) -> tuple[float, float, float, float]:
     """Density, the largest difference from dense attention with and without the mask, and the share of other blocks."""
     query, key, value = (x.to(device, dtype) for x in _inputs())
-    make_mask, gamma = METHODS[method]
+    make_mask, gamma = TESTED[method]
     options: dict[str, Any] = {"gamma": gamma, "min_budget": 0, "block_size": _BLOCK_SIZE}
     mask, stats = make_mask(query, key, return_stats=True, **options)
     out = sparse_attention(query, key, value, method, backend=backend, dense_below=0, **options).cpu().double()

@@ -43,7 +43,8 @@ def warmup(
       deterministic algorithms, TF32,
     * other sizes of groups of heads (`max_mask_bytes`), from about 190k tokens with 32 heads.
 
-    It also runs FLASH's checks, which cannot run inside ``torch.compile``, whose calls have their own, or a CUDA graph's capture.
+    It also runs FLASH's checks, which cannot run inside ``torch.compile`` (whose calls have checks of their own) or while a
+    CUDA graph is captured.
     Inductor and Triton keep compiled code on disk. On CUDA the longest call has 47 thousand tokens in blocks of 128.
 
     Parameters

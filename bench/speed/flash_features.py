@@ -25,8 +25,8 @@ from bench.rows import Sheet
 from bench.speed import calls, clock
 from bench.tables import text_table
 from flexmask import sparse_attention
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import Verdict, check_flash
-from flexmask.flex.flash_problem import FlashCall
 
 COLUMNS = ("device", "torch", "flash_attn_4", "part", "name", "tokens", "density", "what", "value")
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -83,8 +83,8 @@ _LEAST_STRUCTURED = 98  # head_dim of the structured workload
 _ROUNDS = 5 if ON_GPU else 1
 
 
-def call_of(changes: dict[str, Any]) -> FlashCall:
-    plain = FlashCall(torch.bfloat16, 128, 128)
+def call_of(changes: dict[str, Any]) -> FlashKind:
+    plain = FlashKind(torch.bfloat16, 128, 128)
     return plain._replace(**{**changes, "dtype": _DTYPES[changes.get("dtype", "bfloat16")]})
 
 

@@ -63,8 +63,8 @@ class FlexPrefill(Method):
     min_budget
         Tokens' worth of key blocks, and of block diagonals, to keep at least. Range >= 0, default 1024 (the paper's).
     max_budget
-        Tokens' worth of key blocks, of block diagonals and, per row of a query-aware head, of blocks to keep at most, before
-        the floor and the blocks that are always kept; overrides gamma. Range >= max(1, min_budget), or None (default, as the
+        Tokens' worth of key blocks, of block diagonals and, per query block of a query-aware head, of blocks to keep at most, not
+        counting `min_budget` and the blocks always kept; overrides gamma. Range >= max(1, min_budget), or None (default, as the
         paper).
     query_aware
         ``"flatten"`` (default, as the paper) selects over a query-aware head's whole pooled map, ``"per_query"`` inside each row

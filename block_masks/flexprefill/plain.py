@@ -38,7 +38,7 @@ def pattern_and_lines(
     problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, key_means: Tensor, gamma: Tensor, tau: Number,
     min_lines: int, max_lines: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Steps 2 and 3a: whether each head is query-aware by `pattern`, its distance, and the lines that it keeps by `index`.
+    """Steps 2 and 3a: True for query-aware heads, by `pattern`; their distances; the lines kept, by `index`.
 
     `gamma` is (num_heads,), `tau` 0-d or the number 0. A query-aware head keeps `min_lines`.
     """
@@ -65,9 +65,9 @@ def kept_lines(
 def query_aware_blocks(
     problem: BlockProblem, key_means: Tensor, is_query_aware: Tensor, gamma: Tensor, rule: str, max_blocks: int | None
 ) -> ChosenBlocks:
-    """Step 3b: query-aware heads keep the fewest blocks that hold gamma of the pooled map, at most `max_blocks` in each row.
+    """Step 3b: query-aware heads keep the fewest blocks with gamma of the pooled map, at most `max_blocks` per query block.
 
-    With the rule "per_query" they hold gamma of each row.
+    With the rule "per_query" they hold gamma of each query block.
     """
     values, visible = pooled_map(problem, key_means, problem.key_counts()), problem.visible
     if rule == "per_query":

@@ -69,7 +69,7 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
 
 @triton.jit
 def _entries(values, o_entry, size):
-    """Values, 0 for no candidate, and bit patterns, negative for it."""
+    """Values and bit patterns; of entries that are no candidates 0 and negative."""
     b_value = tl.load(values + o_entry, mask=o_entry < size, other=-1.0)
     b_value = tl.where(b_value == b_value, b_value, 0.0)
     return tl.maximum(b_value, 0.0), b_value.to(tl.int32, bitcast=True)
@@ -77,7 +77,7 @@ def _entries(values, o_entry, size):
 
 @triton.jit
 def share_of_sum(total, share):
-    """A share of 1 is more than any sum of values up to 1, which keeps every candidate."""
+    """`share` of the total; for a share of 1 more than any total, so that every candidate is kept."""
     return tl.where(share >= 1, 1e12, total * share)
 
 

@@ -68,7 +68,7 @@ class Hybrid(Method):
         takes eight times the scores).
     min_coverage
         Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours; `bench/HYBRID_ABLATIONS.md`
-        has what it adds to the blocks): heads that attend evenly keep half. 0 computes nothing.
+        has what it adds to the blocks): heads that attend evenly keep half. 0 switches it off.
     last_rows_dense
         True if each query block with one of the last `block_size` rows, padding left out, keeps every visible block: one where
         these end with a block, else two; under padding between them more. In chunks these are the chunk's last rows. Other

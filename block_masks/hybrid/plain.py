@@ -118,7 +118,7 @@ def with_evidence_floor(problem: BlockProblem, evidence: Tensor, threshold: Tens
 
 
 def row_coverage(problem: BlockProblem, evidence: RowEvidence, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """The function `RowChoice.coverage`."""
+    """Attention in kept blocks: mean and minimum over query blocks, (batch, num_heads) each."""
     has_rows = evidence.mean.sum(-1) != 0
     return mean_and_least(problem, torch.where(keep, evidence.mean, 0.0).sum(-1), has_rows)
 

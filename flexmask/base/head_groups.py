@@ -13,7 +13,7 @@ _SCORE_BYTES = 12  # float32 twice, and the map of visible keys
 
 
 def head_groups(query: Tensor, key: Tensor, at_once: int | None, whole_batch_rows: bool = False) -> list[HeadGroup]:
-    """Groups of equal size, each of one to `at_once` heads (None: all); with `whole_batch_rows` of all heads of a row."""
+    """Groups of equal size, each of one to `at_once` heads (None: all); with `whole_batch_rows` all of a batch row."""
     batch, num_heads, num_kv_heads = query.shape[0], query.shape[1], key.shape[1]
     if at_once is None:
         at_once = batch * num_heads

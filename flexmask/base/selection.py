@@ -20,7 +20,7 @@ class BlockLists(NamedTuple):
 
 
 def block_lists(keep: Tensor, full: Tensor) -> BlockLists:
-    """Lists of the kept blocks, (batch, num_heads, num_q_blocks, num_kv_blocks) bool, split by `full`, without the heads."""
+    """Lists of the blocks in `keep`, (batch, num_heads, num_q_blocks, num_kv_blocks) bool; `full`, without heads, splits them."""
     full = full[:, None]
     return BlockLists(*ascending_indices(keep & ~full), *ascending_indices(keep & full))
 

@@ -19,7 +19,7 @@ from flexmask.commands.options import CommandError
 _TRACEBACK = "FLEXMASK_TRACEBACK"
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands; an exception ends as one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -45,9 +45,9 @@ class Group(TyperGroup):
 
 app = typer.Typer(
     name="flexmask",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
-    # `Group` prints errors
+    # `CommandGroup` prints errors
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -72,7 +72,7 @@ def program(
     ] = False,
 ) -> None:
     """Sparse prefill attention: check a machine and a model, measure the gain, inspect."""
-    # `Group` reads --traceback
+    # `CommandGroup` reads --traceback
 
 
 for _command in (doctor, gain, inspect):

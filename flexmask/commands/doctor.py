@@ -16,7 +16,7 @@ from flexmask.commands.output import Output
 if TYPE_CHECKING:
     import torch
 
-    from flexmask.environment import Problem
+    from flexmask.environment import KnownIssue
     from flexmask.integrations.huggingface.layer_forecast import LayerForecast
     from flexmask.settings import SettingsOverride
 
@@ -88,17 +88,17 @@ def doctor(
         raise typer.Exit(PROBLEM)
 
 
-def _transformers_problems(version: str | None, needed: bool) -> list[Problem]:
+def _transformers_problems(version: str | None, needed: bool) -> list[KnownIssue]:
     """Known problems of transformers, by its version, because loading it takes seconds."""
-    from flexmask.environment import Problem, check_transformers
+    from flexmask.environment import KnownIssue, check_transformers
 
     severity = "error" if needed else "warning"
     if version is None:
-        return [Problem(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
+        return [KnownIssue(severity, "transformers is missing: no Hugging Face models", "pip install 'flexmask[hf]'")]
     try:
         check_transformers(version)
     except ImportError as error:
-        return [Problem(severity, str(error), "pip install 'transformers>=4.54,<5.25'")]
+        return [KnownIssue(severity, str(error), "pip install 'transformers>=4.54,<5.25'")]
     return []
 
 
@@ -168,7 +168,7 @@ def _for_an_issue(document: dict[str, Any]) -> list[str]:
 def _forecasts(
     config: Any, named: SettingsOverride | None, tokens: int, device: str, dtype: torch.dtype
 ) -> tuple[str | None, str | None, Sequence[LayerForecast]]:
-    """Why the model as a whole is refused, or why its layers are unknown; else what each would do."""
+    """The reason for which the whole model is refused, or its layers are unknown; else each layer's forecast."""
     try:
         from flexmask.integrations.huggingface.layer_forecast import layer_forecast
         from flexmask.integrations.huggingface.model_config import settings_for

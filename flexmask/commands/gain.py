@@ -1,4 +1,4 @@
-"""``flexmask gain``: how much sooner a model's first token comes on this machine, and what that costs."""
+"""``flexmask gain``: the speedup of a model's first token on this machine, and its price."""
 
 from __future__ import annotations
 

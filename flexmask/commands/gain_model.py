@@ -42,7 +42,7 @@ def measure_prompt(
         measured = {"tokens": length, "layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
     else:
         rounds = rounds_that_fit(model, ids, settings, 60 * minutes, output)
-        with output.progress(f"{2 * rounds} prefills, by layer") as advance, by_layer(model, 2 * rounds, advance):
+        with output.progress(f"{2 * rounds} prefills, by layer") as advance, layer_progress(model, 2 * rounds, advance):
             measured = _measured(model, ids, settings, rounds, 60 * minutes, output)
     about = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
     about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation}
@@ -54,12 +54,12 @@ def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettin
     """Number of rounds that fit into `max_seconds`, by the time of a layer; says so, and refuses a prompt of which none fits."""
     length, sparse = ids.shape[1], 0.0
     with output.progress(f"timing one layer on {length:,} tokens"):
-        dense = pass_seconds(model, ids)
+        dense = prefill_seconds(model, ids)
     output.remark(f"By one layer's time a dense prefill of {length:,} tokens takes {_duration(dense)}.")
     if dense < max_seconds:
         compiles = "timing one sparse, which compiles first (half a minute or more)"
         with output.progress(compiles), sparse_prefill(model, settings=settings):
-            sparse = pass_seconds(model, ids)
+            sparse = prefill_seconds(model, ids)
         output.remark(f"A sparse one takes {_duration(sparse)}.")
     rounds = min(1 + ROUNDS, int(max_seconds / (dense + sparse)))
     if rounds == 0:
@@ -76,7 +76,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure prefills in turns; the first of each is not timed if there are others. If every layer runs dense, measure one."""
     rounds: list[tuple[float, float]] = []  # seconds, sparse and dense
-    begin, of = time.perf_counter(), 2 * planned
+    begin, num_prefills = time.perf_counter(), 2 * planned
     for number in range(planned):
         start = time.perf_counter()
         with sparse_prefill(model, settings=settings, collect_stats=number == 0) as run:
@@ -89,13 +89,13 @@ def _measured(
             found = {"tokens": ids.shape[1], "layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
             if not layers["sparse"]:
                 return found | _NOT_TIMED
-        output.remark(f"prefill {2 * number + 1} of {of}, sparse: {_duration(middle - start)}")
+        output.remark(f"prefill {2 * number + 1} of {num_prefills}, sparse: {_duration(middle - start)}")
         dense = log_probs(model, ids)
         end = time.perf_counter()
         rounds.append((middle - start, end - middle))
         left = (planned - number - 1) * (end - begin) / (number + 1)
         to_go = f"; about {_duration(left)} to go" if left else ""
-        output.remark(f"prefill {2 * number + 2} of {of}, dense: {_duration(end - middle)}{to_go}")
+        output.remark(f"prefill {2 * number + 2} of {num_prefills}, dense: {_duration(end - middle)}{to_go}")
         if (end - begin) * (number + 2) / (number + 1) > max_seconds:
             break
     timed = rounds[1:] or rounds
@@ -113,11 +113,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
-class _Timed(Exception):
+class _StopPrefill(Exception):
     """Ends a prefill after its second layer."""
 
 
-def pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
+def prefill_seconds(model: PreTrainedModel, ids: Tensor) -> float:
     """Estimated seconds of a prefill, (1, length): the time of its second layer times the number of layers."""
     layers = _layers(model)
     numbers, ends = {layer.layer_idx for layer in layers}, dict[Any, float]()
@@ -127,13 +127,13 @@ def pass_seconds(model: PreTrainedModel, ids: Tensor) -> float:
         first.flatten()[0].item()  # waits for a GPU
         ends.setdefault(layer.layer_idx, time.perf_counter())
         if len(ends) == 2:
-            raise _Timed
+            raise _StopPrefill
 
     start = time.perf_counter()
     with _hooked(layers, note):
         try:
             log_probs(model, ids)
-        except _Timed:
+        except _StopPrefill:
             first, second = ends.values()
             return (second - first) * len(numbers)
         return time.perf_counter() - start
@@ -165,7 +165,7 @@ def _hooked(layers: list[Any], hook: Callable[..., None]) -> ExitStack:
 
 
 @contextmanager
-def by_layer(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
+def layer_progress(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
     """Advance the progress at each layer of so many prefills."""
     layers = _layers(model)
     done, total = 0, prefills * len(layers)

@@ -1,4 +1,4 @@
-"""``flexmask inspect``: what sparse prefill keeps of one prompt, as a page with pictures."""
+"""``flexmask inspect``: the blocks that sparse prefill keeps of one prompt, as a page with pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flexmask.commands.loading import load_model, prompt_ids, read_text, remark_if_short
-from flexmask.commands.options import Common, Model, Prompt, needs, option_errors, usage_error, with_common
+from flexmask.commands.options import Common, Model, Prompt, missing_package, option_errors, usage_error, with_common
 from flexmask.commands.output import Output
 
 
@@ -33,7 +33,7 @@ def inspect(
     try:
         import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
-        raise needs("matplotlib", "plot") from error
+        raise missing_package("matplotlib", "plot") from error
     chosen = common.prefill_settings()
     if heads is not None and not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", heads):
         usage_error(f"must be LAYER:HEAD pairs, as in 0:3,5:1; got {heads!r}", "--heads")
@@ -48,13 +48,13 @@ def inspect(
     loaded, tokenizer = load_model(model, output, common.device, common.dtype)
     ids = prompt_ids(loaded, tokenizer, text)
 
-    from flexmask.commands.gain_model import by_layer
+    from flexmask.commands.gain_model import layer_progress
     from flexmask.integrations.inspect import inspect_prefill, write_report
 
     settings = common.settings_of(loaded.config.get_text_config(), chosen)
     remark_if_short(output, settings, ids.shape[1])
     what = f"two prefills of {ids.shape[1]:,} tokens"
-    with output.progress(what) as advance, by_layer(loaded, 2, advance), option_errors("--heads"):
+    with output.progress(what) as advance, layer_progress(loaded, 2, advance), option_errors("--heads"):
         inspection = inspect_prefill(loaded, ids, None, settings, heads=pairs)
     with output.progress("drawing"):
         page = write_report(inspection, out, model=model, prompt=tokenizer.decode(ids[0]))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexmask.commands.options import CommandError, needs, usage_error
+from flexmask.commands.options import CommandError, missing_package, usage_error
 from flexmask.commands.output import Output
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
 
 
 def _located(model: str) -> tuple[str, bool, Any]:
-    """A model's path or name, True for a folder, which is read without network, and transformers."""
+    """A model's path or name; True for a folder, which needs no network; and the module transformers."""
     model = os.path.expanduser(model)
     path = Path(model)
     is_local = path.is_dir()
@@ -176,7 +176,7 @@ def _located(model: str) -> tuple[str, bool, Any]:
             _check_on_hub(model)
         import transformers
     except ImportError as error:
-        raise needs("transformers", "hf") from error
+        raise missing_package("transformers", "hf") from error
     # no second progress bar
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_default_handler()

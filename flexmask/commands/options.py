@@ -35,7 +35,7 @@ def usage_error(message: str, option: str | None = None) -> NoReturn:
     raise typer.BadParameter(message, param_hint=None if option is None else f"'{option}'")
 
 
-def needs(package: str, extra: str) -> CommandError:
+def missing_package(package: str, extra: str) -> CommandError:
     """The error for a missing optional package."""
     return CommandError(f"this command needs {package}: pip install 'flexmask[{extra}]'", MISSING)
 

@@ -27,12 +27,12 @@ class Output:
         self._err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
     def line(self, *texts: str) -> None:
-        """Lines of the result, an empty one without a text; not with JSON."""
+        """Print lines of the result, an empty one without a text; nothing with JSON."""
         if not self.as_json:
             self._out.print("\n".join(texts), markup=False)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
-        """A table of the result; not with JSON."""
+        """Print a table of the result; nothing with JSON."""
         if self.as_json:
             return
         if title:
@@ -49,11 +49,11 @@ class Output:
         self._out.print(table, soft_wrap=False)
 
     def remark(self, text: str) -> None:
-        """One line on stderr, with JSON too."""
+        """Print one line on stderr, with JSON too."""
         self._err.print(text, markup=False)
 
     def result(self, document: dict[str, Any]) -> None:
-        """The result as a JSON document, if requested; NaN and infinity become null."""
+        """Print the result as a JSON document, if requested; NaN and infinity become null."""
         if self.as_json:
             from flexmask.integrations.record.calls import finite
 

@@ -33,13 +33,13 @@ def from_block_map(
     Parameters
     ----------
     block_map
-        (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, or of integers, where other than 0 is kept.
+        (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool; or integer, nonzero is kept.
     q_len, kv_len, block_size
         Rows, keys, and tokens per block.
     window
         Keys that a row sees, its own counted; default: all.
     attention_mask
-        (batch, kv_len) bool, or of integers, where other than 0 is a token, on any device; default: all are.
+        (batch, kv_len) bool; or integer, nonzero is a token; on any device; default: all are.
     q_offset
         Position of row 0; default: the last row stands at the last key.
 
@@ -138,7 +138,7 @@ def from_index_list(
     indices, counts = indices.long(), counts.long()
     num_kv_blocks, entries = num_blocks(kv_len, block_size), indices.shape[-1]
     wrong = (counts < 0) | (counts > entries)
-    _refuse_first(wrong, f"counts for query block {{2}} of head {{1}}, prompt {{0}}, outside 0 to {entries}")
+    _refuse_first(wrong, f"has in counts for query block {{2}} of head {{1}}, prompt {{0}}, a number outside 0 to {entries}")
     counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
     outside = counted & ((indices < 0) | (indices >= num_kv_blocks))
     where = "as entry {3} for query block {2} of head {1}, prompt {0}"

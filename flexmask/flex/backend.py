@@ -25,8 +25,8 @@ from flexmask._torch import (
 from flexmask.base.checks import GRADIENT_DIMS
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex.flash import needs_no_mask_mod
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import NO_LSE_GRADIENT, Verdict, flash_verdict
-from flexmask.flex.flash_problem import FlashCall
 
 BACKENDS = ("auto", "triton", "flash")
 # major compute capability: where FLASH was run, and others with block-sparse kernels in flash-attn-4
@@ -71,7 +71,7 @@ def chosen_backend(
     return_lse: bool = False,
     is_dense: bool = False,
     shared: bool = False,
-    verdict: Callable[[FlashCall, torch.device], Verdict | None] = flash_verdict,
+    verdict: Callable[[FlashKind, torch.device], Verdict | None] = flash_verdict,
     lists_only: bool = False,
 ) -> Backend:
     """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
@@ -92,14 +92,14 @@ def chosen_backend(
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
     needs_lse = return_lse or inputs.sinks is not None
-    call = FlashCall.of(inputs, block_size, shared)
+    call = FlashKind.of(inputs, block_size, shared)
     if backend == "flash":
         _check_flash_by_name(call, device, capability, needs_lse)
-    elif capability != _HOPPER or is_dense or not flash_available() or not auto_checks(call):
+    elif capability != _HOPPER or is_dense or not flash_available() or not auto_takes_flash(call):
         return Backend("triton")
     kinds = [call]
     if lists_only and needs_no_mask_mod(inputs, block_size):
-        kinds.insert(0, FlashCall.of(inputs, block_size, shared, direct=True))
+        kinds.insert(0, FlashKind.of(inputs, block_size, shared, direct=True))
     for kind in kinds:
         outcome = verdict(kind, device)
         reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
@@ -117,7 +117,7 @@ def chosen_backend(
     )
 
 
-def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int, needs_lse: bool) -> None:
+def _check_flash_by_name(call: FlashKind, device: torch.device, capability: int, needs_lse: bool) -> None:
     """Refuse what FLASH cannot do here, whatever its check would find."""
     reasons = []
     if device.type != "cuda":
@@ -147,7 +147,7 @@ def _check_flash_by_name(call: FlashCall, device: torch.device, capability: int,
         )
 
 
-def auto_checks(call: FlashCall) -> bool:
+def auto_takes_flash(call: FlashKind) -> bool:
     """True if "auto" takes FLASH for such calls, where its check finds them right; other calls must name it."""
     dims = call.head_dim, call.v_head_dim
     in_rows_of_16_bytes = dims[0] % 8 == 0 and dims[1] % 8 == 0

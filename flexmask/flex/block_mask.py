@@ -72,7 +72,7 @@ def captured(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         return tensor
     if is_traced():
-        # nothing can be marked; the range keeps Inductor from treating a constant as such
+        # nothing can be marked; indexing by a range keeps Inductor from folding a constant
         return materialized(tensor[torch.arange(tensor.shape[0], device=tensor.device)])
     view = tensor.detach()
     # FlexAttention's C++ template replaces ``ks1`` by ``cur_qSplitSize``, hence a symbolic size ``ks12`` by an undeclared name;

@@ -21,13 +21,13 @@ def dense_attention(inputs: AttentionInputs, return_lse: bool = False) -> tuple[
     """Attention to every visible key, whatever autocast; rows that see nothing give zero. The log-sum-exp leaves out sinks."""
     with without_autocast(inputs.query.device):
         if not sdpa_serves(inputs, return_lse):
-            return _in_parts(inputs, return_lse)
+            return _attend_in_parts(inputs, return_lse)
         assert inputs.value is not None
         # a single row sees every key
         return sdpa(inputs.query, inputs.key, inputs.value, inputs.scale, is_causal=inputs.query.shape[2] > 1), None
 
 
-def _in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _attend_in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor, Tensor | None]:
     query, tokens = inputs.query, inputs.tokens()
     (batch, num_heads, q_len, _), kv_len = query.shape, inputs.key.shape[2]
     rows = q_len

@@ -13,7 +13,7 @@ from flexmask._torch import HAS_TRITON, in_dispatch_mode, is_traced, on_device
 from flexmask.base.head_groups import flash_key_tile
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
-from flexmask.flex.last_rows import LastRows, copies, parts_of, without_last_rows
+from flexmask.flex.last_rows import LastRows, copies, split_copies, without_last_rows
 from flexmask.flex.run import with_sinks
 
 if HAS_TRITON:
@@ -53,7 +53,7 @@ def flash_attention(
             assert part_lse is not None
             rows = slice(-last.rows, None)
             of_rows = out[:, :, rows], None if lse is None else lse[:, :, rows]
-            join_parts(parts_of(part_out, last), parts_of(part_lse, last), *of_rows)
+            join_parts(split_copies(part_out, last), split_copies(part_lse, last), *of_rows)
     if inputs.sinks is not None and lse is not None:
         out = with_sinks(out, lse, inputs.sinks)
     return out, lse if return_lse else None

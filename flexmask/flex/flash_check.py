@@ -1,4 +1,4 @@
-"""The numeric check of the FLASH kernel on `flash_problem`, and its verdicts: one per kind of call and device."""
+"""The numeric check of the FLASH kernel on `flash_case`, and its verdicts: one per kind of call and device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, 
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
 from flexmask.flex.flash import flash_attention
-from flexmask.flex.flash_problem import FlashCall, exact_attention, flash_problem, normal_numbers
+from flexmask.flex.flash_case import FlashKind, exact_attention, flash_case, normal_numbers
 from flexmask.flex.run import run_flex_attention
 from flexmask.logged_once import first_time
 
@@ -56,7 +56,7 @@ def _directly(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tup
     return flash_attention(inputs, lists, mask.BLOCK_SIZE[0], return_lse)
 
 
-def check_flash(call: FlashCall, device: torch.device, kernel: Kernel | None = None) -> Verdict:
+def check_flash(call: FlashKind, device: torch.device, kernel: Kernel | None = None) -> Verdict:
     """Compare the kernel's output with float64 attention over the pairs of the mask.
 
     `kernel` replaces it in tests. An exception counts as a failed check.
@@ -81,8 +81,8 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def _compared(call: FlashCall, device: torch.device, kernel: Kernel) -> Verdict:
-    inputs, mask, visible, pairs = flash_problem(call, device)
+def _compared(call: FlashKind, device: torch.device, kernel: Kernel) -> Verdict:
+    inputs, mask, visible, pairs = flash_case(call, device)
     assert inputs.value is not None
     out, lse = kernel(inputs, mask, not call.needs_grad)
     expected, expected_lse = exact_attention(inputs, pairs)
@@ -127,13 +127,13 @@ def _agree(out: Tensor, expected: Tensor) -> bool:
     return bool((close & ((expected != 0) | (out == 0))).all())
 
 
-_Key = tuple[str, int | None, FlashCall]
-_found: dict[_Key, Verdict] = {}
+_Key = tuple[str, int | None, FlashKind]
+_VERDICTS: dict[_Key, Verdict] = {}
 _lock = threading.Lock()
 
 
 def flash_verdict(
-    call: FlashCall, device: torch.device, check: Callable[[FlashCall, torch.device], Verdict] = check_flash
+    call: FlashKind, device: torch.device, check: Callable[[FlashKind, torch.device], Verdict] = check_flash
 ) -> Verdict | None:
     """The verdict on calls of this kind, which the first call checks; None if there is none and no check can run."""
     if is_traced():
@@ -147,7 +147,7 @@ def flash_verdict(
         reason, lse_reason, factor = written.split("\n")
         return Verdict(reason, lse_reason, float(factor))
     key = (device.type, device.index, call)
-    verdict = _found.get(key)
+    verdict = _VERDICTS.get(key)
     if verdict is not None:
         return verdict
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -156,35 +156,35 @@ def flash_verdict(
             _log_unchecked(key)
         return None
     with _lock:
-        if key not in _found:
+        if key not in _VERDICTS:
             verdict = check(call, device)
-            _found[key] = verdict
+            _VERDICTS[key] = verdict
             level = logging.WARNING if verdict.reason else logging.INFO
             outcome = verdict.reason or verdict.lse_reason or "right"
             _log.log(level, "flexmask: FLASH was checked on %s (%s) in %.1f s: %s", device, call, verdict.seconds, outcome)
-        return _found[key]
+        return _VERDICTS[key]
 
 
 def check_for_compiled_callers(dtype: torch.dtype, head_dim: int, v_head_dim: int, has_window_or_offset: bool) -> None:
     """Check calls with these heads through FlexAttention, as compiled code makes them, if their direct kind was checked."""
-    for device_type, index, call in list(_found):
+    for device_type, index, call in list(_VERDICTS):
         of_these_heads = (call.dtype, call.head_dim, call.v_head_dim) == (dtype, head_dim, v_head_dim)
         if call.direct and index is not None and of_these_heads:
             kind = call._replace(direct=False, has_window_or_offset=call.has_window_or_offset or has_window_or_offset)
             flash_verdict(kind, torch.device(device_type, index))
 
 
-def _outcome(device_type: str, index: int | None, *call: object) -> str:
+def _verdict_text(device_type: str, index: int | None, *call: object) -> str:
     """A verdict as text, which torch.compile takes as a constant; empty if there is none."""
-    key = (device_type, index, FlashCall(*call))  # type: ignore[arg-type]  # the fields, one by one
-    verdict = _found.get(key)
+    key = (device_type, index, FlashKind(*call))  # type: ignore[arg-type]  # the fields, one by one
+    verdict = _VERDICTS.get(key)
     if verdict is None:
         _log_unchecked(key)
         return ""
     return f"{verdict.reason}\n{verdict.lse_reason}\n{verdict.lse_factor!r}"
 
 
-_recall = torch.compiler.assume_constant_result(_outcome)
+_recall = torch.compiler.assume_constant_result(_verdict_text)
 
 
 def _log_unchecked(key: _Key) -> None:

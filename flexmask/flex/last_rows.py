@@ -48,10 +48,10 @@ def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | N
     if parts < 2 or q_len <= copied:
         return None
     part = torch.arange(parts, dtype=torch.int32, device=device).repeat_interleave(dense_blocks)
-    first, behind = ((part + ends) * kv_blocks // parts for ends in (0, 1))
+    first, end = ((part + ends) * kv_blocks // parts for ends in (0, 1))
     # blocks with a key that the last copy's first row does not see
     partial = torch.where(part == parts - 1, kv_blocks - (kv_len - copied) // block_size, 0).to(torch.int32)
-    full = behind - first - partial
+    full = end - first - partial
     entry = torch.arange(kv_blocks, dtype=torch.int32, device=device)
     lists = []
     for start, count in ((first + full, partial), (first, full)):
@@ -72,6 +72,6 @@ def copies(query: Tensor, last: LastRows) -> Tensor:
     return query[:, :, -last.copied :].repeat(1, 1, last.parts, 1)
 
 
-def parts_of(x: Tensor, last: LastRows) -> Tensor:
+def split_copies(x: Tensor, last: LastRows) -> Tensor:
     """What the kernel returns of the copies, (batch, num_heads, parts * copied, ..), as (parts, batch, num_heads, rows, ..)."""
     return x.unflatten(2, (last.parts, last.copied))[:, :, :, -last.rows :].movedim(2, 0)

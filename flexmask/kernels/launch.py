@@ -57,7 +57,7 @@ LAUNCH_SINK: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants)``: every argument, constants by name.
 
-    Triton analyses the arguments of each launch, longer than all the rest takes. Here a launch is known by what Triton
+    For each launch Triton analyses the arguments, which takes longer than all the rest. Here a launch is known by what Triton
     specializes on: dtypes and alignments of tensors, constants, and of other numbers whether 16 divides them, 1 and size. What
     is known goes to the compiled launcher with addresses for tensors; profilers' hooks take Triton's way.
     """

@@ -32,7 +32,7 @@ class _TensorArgument(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Step(NamedTuple):
+class _CapturedLaunch(NamedTuple):
     """A launch. Among its arguments None stands for each of `tensors`; other tensors are the plan's."""
 
     launch: Launch
@@ -44,7 +44,7 @@ class _Step(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    steps: list[_Step]
+    launches: list[_CapturedLaunch]
     layouts: tuple[Any, ...]  # of the call's tensors
     allocations: list[tuple[torch.Size, torch.dtype]]  # memory that the selection allocates
     lists: list[int]  # indices of the four lists; allocations are counted after the call's tensors
@@ -79,7 +79,7 @@ class _Capture(TorchDispatchMode):
 
     def __init__(self, call_tensors: list[Tensor]) -> None:
         super().__init__()
-        self.steps: list[_Step] = []
+        self.launches: list[_CapturedLaunch] = []
         self.allocations: list[tuple[torch.Size, torch.dtype]] = []
         self.did_more = False
         self._device = call_tensors[0].device
@@ -101,7 +101,7 @@ class _Capture(TorchDispatchMode):
         passed = None
         if launch.compiled is not None:
             passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments] + [*launch.kernel.constants_of(launch)]
-        self.steps.append(_Step(launch._replace(arguments=tuple(arguments)), tuple(tensors), passed))
+        self.launches.append(_CapturedLaunch(launch._replace(arguments=tuple(arguments)), tuple(tensors), passed))
 
     def index_of(self, x: Tensor) -> int | None:
         """The index of an allocation that holds just this tensor."""
@@ -137,17 +137,17 @@ def _capture(call_tensors: list[Tensor], select: Callable[[], BlockLists]) -> tu
     finally:
         LAUNCH_SINK.reset(token)
     list_indices = [index for index in map(capture.index_of, lists) if index is not None]
-    direct = all(step.passed is not None for step in capture.steps)
+    direct = all(entry.passed is not None for entry in capture.launches)
     # Triton's own launches would take longer than what is left out; the interpreter has no others
     if capture.did_more or len(list_indices) < len(lists) or (call_tensors[0].is_cuda and not direct):
         return lists, None
-    used = [{x.tensor for x in step.tensors if x.tensor >= len(call_tensors)} for step in capture.steps]
-    steps = []
-    for place, step in enumerate(capture.steps):
+    used = [{x.tensor for x in entry.tensors if x.tensor >= len(call_tensors)} for entry in capture.launches]
+    launches = []
+    for place, entry in enumerate(capture.launches):
         between = used[place].difference(list_indices)
         first, last = between.difference(*used[:place]), between.difference(*used[place + 1 :])
-        steps.append(step._replace(first=tuple(first), last=tuple(last)))
-    return lists, _Captured(steps, tuple(map(_layout, call_tensors)), capture.allocations, list_indices, direct)
+        launches.append(entry._replace(first=tuple(first), last=tuple(last)))
+    return lists, _Captured(launches, tuple(map(_layout, call_tensors)), capture.allocations, list_indices, direct)
 
 
 def _replay(captured: _Captured, call_tensors: list[Tensor]) -> BlockLists:
@@ -161,7 +161,7 @@ def _replay(captured: _Captured, call_tensors: list[Tensor]) -> BlockLists:
             tensors[index] = call_tensors[0].new_empty(shape, dtype=dtype)
 
     allocate(captured.lists)
-    for launch, tensor_arguments, passed, first, last in captured.steps:
+    for launch, tensor_arguments, passed, first, last in captured.launches:
         allocate(first)
         if passed is not None and launch.compiled is not None:
             passed = passed.copy()

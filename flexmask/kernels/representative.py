@@ -12,7 +12,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.visibility import num_blocks
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.visibility import WHICH
+from flexmask.kernels.visibility import SUBSETS
 
 # key blocks of a program; half as many where there would be fewer programs than these
 _BLOCKS_PER_PROGRAM = 16
@@ -203,9 +203,9 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
 
-def representative_mass(problem: BlockProblem, which: str, with_diagonals: bool = True) -> RepresentativeMass:
+def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool = True) -> RepresentativeMass:
     """As `flexmask.plain.representative_mass`; without diagonals, half of the sums."""
-    inputs, block_size, rows = problem.inputs, problem.block_size, problem.edges.representative[WHICH.index(which)]
+    inputs, block_size, rows = problem.inputs, problem.block_size, problem.edges.representative[SUBSETS.index(subset)]
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]

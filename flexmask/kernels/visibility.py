@@ -16,7 +16,7 @@ from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 _BLOCKS = 16  # that a program takes
 _TILE = 128  # at a time
 _ROWS = 1024
-WHICH = ("last", "middle")
+SUBSETS = ("last", "middle")
 
 
 class Edges(NamedTuple):
@@ -25,7 +25,7 @@ class Edges(NamedTuple):
     Planes of `q_edges`, per query block: those of `row_edges`, then the number of key blocks seen. `max_seen` is the largest of
     these numbers, by `max_seen_blocks_in_prompt`. Planes of `kv_edges`, per key block: the last valid key (-kv_len without any),
     whether all keys are valid, the number of valid keys, and the candidates: key blocks, then block diagonals, that hold a
-    visible block. `representative` has a plane for each name in `WHICH`: the offset, then the rows, -1 where there is none.
+    visible block. `representative` has a plane for each name in `SUBSETS`: the offset, then the rows, -1 where there is none.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)
@@ -97,22 +97,22 @@ def _edges_kernel(
         p_rows = representative + batch * (1 + BLOCK_SIZE)
         plane = tl.num_programs(1) * (1 + BLOCK_SIZE)
         m_slot = o_slot < BLOCK_SIZE
-        for which in tl.static_range(2):
-            tl.store(p_rows + which * plane, offset)
-            b_row = (first >> which) + o_slot
+        for subset in tl.static_range(2):
+            tl.store(p_rows + subset * plane, offset)
+            b_row = (first >> subset) + o_slot
             # under padding the rows themselves follow below
             m_written = m_slot & (o_slot >= number) if PADDED else m_slot
-            tl.store(p_rows + which * plane + 1 + o_slot, tl.where(o_slot < number, b_row, -1), mask=m_written)
+            tl.store(p_rows + subset * plane + 1 + o_slot, tl.where(o_slot < number, b_row, -1), mask=m_written)
         if PADDED:
             before = 0
             for start in range(0, q_len, ROWS):
                 o_row = start + tl.arange(0, ROWS)
                 b_valid = (tl.load(p_mask + offset + o_row, mask=o_row < q_len, other=0) != 0).to(tl.int32)
                 b_ordinal = before + tl.cumsum(b_valid, 0) - b_valid
-                for which in tl.static_range(2):
-                    b_slot = b_ordinal - (first >> which)
+                for subset in tl.static_range(2):
+                    b_slot = b_ordinal - (first >> subset)
                     m_taken = (b_valid != 0) & (b_slot >= 0) & (b_slot < BLOCK_SIZE)
-                    tl.store(p_rows + which * plane + 1 + b_slot, o_row, mask=m_taken)
+                    tl.store(p_rows + subset * plane + 1 + b_slot, o_row, mask=m_taken)
                 before += tl.sum(b_valid, 0)
     else:
         o_block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
@@ -219,8 +219,8 @@ def kv_edges_of(kv_edges, batch, num_kv_blocks):
 def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
     """last_row, first_row, first_valid_row, last_valid_row and last_whole_key of query blocks, -1 outside `m_q`.
 
-    Without a valid row the first stands behind what any key reaches and the last before block 0; the last key up to which key
-    blocks are full is -1 without any.
+    Without a valid row the first stands beyond what any key reaches, the last before block 0. `last_whole_key`, up to which key
+    blocks are full, is -1 if none is.
     """
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_q
     last_row = tl.load(p_q_edges, mask=m_q, other=-1)

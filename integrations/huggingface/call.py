@@ -102,10 +102,10 @@ class LayerCall(NamedTuple):
         statistics = STATISTICS if run is not None and run.collect_stats else ()
         plan = self.plan()
         attended = plan.attend(self.inputs, statistics, with_maps=run is not None and run.collect_masks)
-        self.note(attended, plan.reason)
+        self.record(attended, plan.reason)
         return attended.out
 
-    def note(self, attended: AttentionResult, reason: str | None) -> None:
+    def record(self, attended: AttentionResult, reason: str | None) -> None:
         """Record the call; without a run log why it ran dense, if it did."""
         if self.run is None:
             log_dense_once(reason, self.inputs.query.shape[2])
@@ -151,7 +151,7 @@ class LayerCall(NamedTuple):
                 outs.append(call.output())
             else:
                 outs.append(next(dense)[0])
-                call.note(AttentionResult(outs[-1], stats=stats), reason)
+                call.record(AttentionResult(outs[-1], stats=stats), reason)
         out = torch.cat(outs, 2)
         return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 

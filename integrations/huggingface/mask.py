@@ -17,7 +17,7 @@ from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, S
 from flexmask.integrations.huggingface.scope import Scope, restore_attention_name, scope_of
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
-_COMPILED = "packed sequences inside torch.compile, and what may be some: a prompt with use_cache=False and no attention_mask"
+_COMPILED = "packed sequences inside torch.compile, or a prompt that may hold some (use_cache=False and no attention_mask)"
 SCOPE_ENDED = (
     "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it "
     "runs checkpointed layers again, and keep no mask beyond the block"

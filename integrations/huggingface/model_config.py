@@ -25,7 +25,7 @@ _process_override: SettingsOverride = {}  # from `register`, over the models' co
 
 
 def set_process_settings(named: SettingsOverride) -> None:
-    """Use these settings, or keywords, in the whole process; without any those that it has stay."""
+    """Use these settings, or keywords, in the whole process; if there are none, keep the present ones."""
     global _process_override
     if not isinstance(named, PrefillSettings):
         checked = apply_override(PrefillSettings(), named)

@@ -38,8 +38,8 @@ class LayerSummary:
         Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in
         `flexmask.SelectionStats`: means over the heads of sparse calls, without batch rows of padding alone; None without one.
     lowest
-        The least share of some rows' attention that a head keeps, in sparse calls, of heads that were not served densely. Rows
-        are those of each query block, by hybrid's evidence (`least_row_coverage`), else the representative ones. None without.
+        Lowest coverage of a head's rows in sparse calls, without heads `served_densely`: by query block (`least_row_coverage`),
+        else of the representative rows. None if unknown.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
     served_densely

@@ -131,7 +131,7 @@ class VLLMEngine(Engine):
                 Finalize(None, self.counters.log, exitpriority=100)
 
     def compile_reader(self, device: torch.device) -> None:
-        """The kernel that reads the cache, for the sparse layers whose keys are in it."""
+        """Compile the kernel that reads the cache, for the sparse layers whose keys are in it."""
         sparse = {name: role for name, role in self.roles.items() if isinstance(role, SparseLayer)}
         widths = [role.head_dim for name, role in sparse.items() if not self.layers[name].attn_backend.is_mla()]
         if HAS_TRITON:

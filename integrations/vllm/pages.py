@@ -17,11 +17,11 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 class PageTable:
     """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers.
 
-    `row` has the request's pages, (pages,) int32 and contiguous, a row of vLLM's block table.
+    `page_ids` are the request's pages, (pages,) int32: a row of vLLM's block table.
     """
 
-    def __init__(self, row: Tensor, stop: int, first: int = 0) -> None:
-        self.row = row.contiguous()
+    def __init__(self, page_ids: Tensor, stop: int, first: int = 0) -> None:
+        self.page_ids = page_ids.contiguous()
         self.first, self.stop = first, stop
         self._cache: dict[Any, Any] = {}
 
@@ -32,14 +32,14 @@ class PageTable:
 
     def since(self, first: int) -> PageTable:
         """The table without tokens before `first`."""
-        return self if first == self.first else self._once(("since", first), lambda: PageTable(self.row, self.stop, first))
+        return self if first == self.first else self._once(("since", first), lambda: PageTable(self.page_ids, self.stop, first))
 
     def pages_and_offsets(self, page_size: int) -> tuple[Tensor, Tensor]:
         """Page of every token, and the token's offset in it, (tokens,) int64 each."""
 
         def make() -> tuple[Tensor, Tensor]:
-            token = torch.arange(self.first, self.stop, device=self.row.device)
-            return self.row[token // page_size].long(), token % page_size
+            token = torch.arange(self.first, self.stop, device=self.page_ids.device)
+            return self.page_ids[token // page_size].long(), token % page_size
 
         return self._once(("offsets", page_size), make)
 
@@ -50,7 +50,7 @@ class PageTable:
 
     def pages(self, page_size: int) -> Tensor:
         """The pages that the tokens fill, (pages,) int64."""
-        return self.row[self.first // page_size : -(-self.stop // page_size)].long()
+        return self.page_ids[self.first // page_size : -(-self.stop // page_size)].long()
 
 
 def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -76,8 +76,7 @@ def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tenso
 def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
     """True if `pages_kernel` takes this cache and these keys and values of a chunk.
 
-    It copies numbers of one dtype on a GPU. The numbers of a token in one head must be contiguous; all else may be in any memory
-    order. Shapes that do not fit are for `gathered` to refuse.
+    It copies numbers of one dtype on a GPU, those of a token in one head contiguous. `gathered` refuses shapes that do not fit.
     """
     key, value = chunk
     _, num_kv_heads, head_dim = key.shape

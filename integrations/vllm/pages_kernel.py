@@ -63,7 +63,7 @@ def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, T
     padded_dim = next_power_of_2(head_dim)
     tile = max(1, _TILE // padded_dim)
     _keys_and_values_kernel[(cdiv(kv_len, tile), num_kv_heads)](
-        cache, page_table.row, chunk_key, chunk_value, key, value, *cache.stride()[:3], *chunk_key.stride()[:2],
+        cache, page_table.page_ids, chunk_key, chunk_value, key, value, *cache.stride()[:3], *chunk_key.stride()[:2],
         *chunk_value.stride()[:2], cache.shape[2], page_table.first, page_table.stop, kv_len,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, TILE=tile, num_warps=4,
     )  # fmt: skip

@@ -16,8 +16,8 @@ import flexmask.self_test as self_test
 from flexmask import commands
 from flexmask.flex import backend
 from flexmask.flex.backend import Backend
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import Verdict
-from flexmask.flex.flash_problem import FlashCall
 from tests.repository import ROOT
 
 
@@ -72,7 +72,7 @@ def test_a_mask_with_other_blocks_fails_the_self_test(flexmask, monkeypatch):
     made, calls = self_test.hybrid_mask, iter([{}, {"gamma": 0.9}])
     wrong = lambda *inputs, **options: made(*inputs, **{**options, **next(calls)})  # noqa: E731
     monkeypatch.setattr(self_test, "sparse_attention", dense)
-    monkeypatch.setitem(self_test.METHODS, "hybrid", (wrong, 0.6))
+    monkeypatch.setitem(self_test.TESTED, "hybrid", (wrong, 0.6))
     first, second = flexmask("doctor", "--device", "cpu", "--json", code=commands.PROBLEM).json["self_test"]
     assert first["other_blocks"] > 0.02 and second["other_blocks"] == 0
 
@@ -130,7 +130,7 @@ def test_what_flash_serves_is_listed(flexmask, monkeypatch):
     for name, fake in fakes.items():
         monkeypatch.setattr(f"flexmask.{name}", fake)
     found = environment.flash_features("cpu")
-    assert kinds[:2] == [PLAIN := FlashCall(torch.bfloat16, 128, 128), PLAIN._replace(has_window_or_offset=True)]
+    assert kinds[:2] == [PLAIN := FlashKind(torch.bfloat16, 128, 128), PLAIN._replace(has_window_or_offset=True)]
     assert [each.feature for each in found] == list(environment.FLASH_FEATURES)
     assert len(set(kinds)) == len(kinds)
     assert found[0] == ("plain calls", "auto", 1 / math.log(2), "", 12.4)
@@ -209,5 +209,5 @@ def test_reports_ask_for_the_backend_as_plain_calls_do(monkeypatch):
     for module in (environment, self_test):
         monkeypatch.setattr(module, "chosen_backend", lambda *given, lists_only: asked.append(lists_only) or Backend("cpu"))
     assert environment.backends("cpu", torch.float32)
-    monkeypatch.setattr(self_test, "METHODS", {})
+    monkeypatch.setattr(self_test, "TESTED", {})
     assert list(self_test.self_test("cpu")) == [] and asked == [True] * 4

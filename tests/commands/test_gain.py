@@ -79,7 +79,7 @@ def clock(monkeypatch):
         return seconds[1 if len(foretold) % 2 else 0]
 
     monkeypatch.setattr(gain_model, "log_probs", timed)
-    monkeypatch.setattr(gain_model, "pass_seconds", foretell)
+    monkeypatch.setattr(gain_model, "prefill_seconds", foretell)
     return seconds
 
 
@@ -167,15 +167,15 @@ def test_a_layer_foretells_a_prefill_and_progress_goes_by_layer(monkeypatch):
         layer.register_forward_pre_hook(slow)
     ids = torch.arange(20)[None]
     with torch.no_grad():
-        assert gain_model.pass_seconds(model, ids) == 6.0  # 3 layers of 2 s: the first also warms up
+        assert gain_model.prefill_seconds(model, ids) == 6.0  # 3 layers of 2 s: the first also warms up
         assert ran == [0, 1]
         steps = []
-        with gain_model.by_layer(model, 2, lambda *step: steps.append(step)):
+        with gain_model.layer_progress(model, 2, lambda *step: steps.append(step)):
             model(ids)
         assert steps == [(1, 6), (2, 6), (3, 6)]
         model(ids)
         assert (ran[2:], len(steps)) == ([0, 1, 2] * 2, 3)  # the hooks are gone
-        assert gain_model.pass_seconds(make_model(num_hidden_layers=1), ids) == 0.0  # the prefill itself
+        assert gain_model.prefill_seconds(make_model(num_hidden_layers=1), ids) == 0.0  # the prefill itself
 
 
 def test_a_short_prompt_gains_nothing_and_is_not_timed(flexmask, folder, prompt):

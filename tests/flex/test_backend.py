@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flexmask.base.inputs import AttentionInputs
 from flexmask.flex import backend, flash
 from flexmask.flex.backend import Backend, chosen_backend
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import LSE_FACTORS, Verdict
-from flexmask.flex.flash_problem import FlashCall
 
 RIGHT = Verdict(lse_factor=LSE_FACTORS[1])
 WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0.02 is allowed)")
@@ -52,7 +52,7 @@ def test_auto_takes_flash_only_where_it_was_seen_to_work(chosen, capability):
     assert chosen("triton", capability) == Backend("triton") and chosen.asked == []
 
 
-PLAIN = FlashCall(torch.bfloat16, 128, 128, per_key=1)
+PLAIN = FlashKind(torch.bfloat16, 128, 128, per_key=1)
 # kinds of calls that auto checks, by what they ask
 CHECKED = {
     "plain": ({}, PLAIN), "float16": ({"dtype": torch.float16}, PLAIN._replace(dtype=torch.float16)),

@@ -15,8 +15,8 @@ from flexmask.base.selection import Choice, block_lists
 from flexmask.flex import flash_check
 from flexmask.flex.backend import Backend
 from flexmask.flex.flash import flash_attention
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import Verdict, check_flash
-from flexmask.flex.flash_problem import FlashCall
 from tests.attention_calls import SINKS, call
 from tests.comparisons import assert_same_attention
 from tests.flex.stand_in import forward
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 # blocks of 16, so that attention in float64 is fast
-PLAIN = FlashCall(torch.bfloat16, 32, 32, block_size=16, direct=True)
+PLAIN = FlashKind(torch.bfloat16, 32, 32, block_size=16, direct=True)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "window": {"has_window_or_offset": True}, "one list": {"shared": True, "per_key": 7},
     "unequal": {"head_dim": 48},
@@ -166,7 +166,7 @@ def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeyp
 def test_a_plan_of_direct_calls_asks_again_inside_of_a_compilation(monkeypatch):
     through = PLAIN._replace(direct=False)
     known = {("cuda", 0, PLAIN): Verdict()}
-    monkeypatch.setattr(flash_check, "_found", known)
+    monkeypatch.setattr(flash_check, "_VERDICTS", known)
     monkeypatch.setattr(flash_check, "is_traced", lambda: True)
     with pytest.raises(AssertionError):
         flash_check.flash_verdict(PLAIN, torch.device("cuda", 0))
@@ -177,7 +177,7 @@ def test_a_plan_of_direct_calls_asks_again_inside_of_a_compilation(monkeypatch):
 
 
 def test_a_direct_kind_that_cannot_be_checked_now_is_no_warning(monkeypatch, caplog):
-    monkeypatch.setattr(flash_check, "_found", {})
+    monkeypatch.setattr(flash_check, "_VERDICTS", {})
     monkeypatch.setattr(flash_check, "in_dispatch_mode", lambda: True)
     for kind, told in ((PLAIN, 0), (PLAIN._replace(direct=False, head_dim=48), 1)):
         caplog.clear()
@@ -208,7 +208,7 @@ def test_fake_tensors_have_shapes(directly):
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_warm_up_checks_for_compiled_callers_too(monkeypatch, chunked):
     found, asked = {}, []
-    monkeypatch.setattr(flash_check, "_found", found)
+    monkeypatch.setattr(flash_check, "_VERDICTS", found)
     others = (PLAIN._replace(dtype=torch.float16), PLAIN._replace(head_dim=64), PLAIN._replace(v_head_dim=64))
     for kind in (PLAIN, PLAIN._replace(has_window_or_offset=True), *others, PLAIN._replace(direct=False)):
         found["cpu", 0, kind] = Verdict()

@@ -15,15 +15,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import Verdict, check_flash, flash_verdict
-from flexmask.flex.flash_problem import FlashCall
 from tests.compile_support import fresh_compiler as fresh_compiler
 from tests.expected import masked_attention
 from tests.held_open import HELD, held_open
 
 CPU = torch.device("cpu")
 # blocks of 16, so that attention in float64 is fast
-PLAIN = FlashCall(torch.bfloat16, 32, 32, block_size=16)
+PLAIN = FlashKind(torch.bfloat16, 32, 32, block_size=16)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "float16": {"dtype": torch.float16}, "unequal head dims": {"head_dim": 48}, "soft cap": {"has_softcap": True},
     "window and offset": {"has_window_or_offset": True}, "padding": {"has_padding": True},
@@ -135,7 +135,7 @@ def test_finds_lists_of_full_or_partial_blocks_or_both_ignored(changes):
 @pytest.mark.parametrize("per_key", [1, 2, 8, 24])
 def test_the_problem_has_the_calls_query_heads_per_key_head(per_key):
     query, key = (torch.zeros(1, heads, 64, 32, dtype=torch.bfloat16) for heads in (2 * per_key, 2))
-    kind = FlashCall.of(attention_inputs(query, key, key), 16, shared=True)
+    kind = FlashKind.of(attention_inputs(query, key, key), 16, shared=True)
     assert kind.per_key == per_key
 
     assert check_flash(kind, CPU, kernel).reason == ""
@@ -156,10 +156,10 @@ refuses = Mock(side_effect=AssertionError("a check ran"))
 @pytest.fixture
 def call():
     """A kind that no other test has."""
-    return FlashCall(torch.bfloat16, next(_sizes), 64)
+    return FlashKind(torch.bfloat16, next(_sizes), 64)
 
 
-@pytest.mark.parametrize("field", FlashCall._fields)
+@pytest.mark.parametrize("field", FlashKind._fields)
 def test_each_kind_is_checked_once(call, field):
     check = Mock(return_value=Verdict(lse_factor=1.5))
     other = call._replace(**{field: torch.float16 if field == "dtype" else next(_sizes)})
@@ -212,7 +212,7 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
 
     @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
     def traced(x):
-        found = flash_verdict(FlashCall.of(AttentionInputs(x, key, value, 1.0), 128, False), CPU, refuses)
+        found = flash_verdict(FlashKind.of(AttentionInputs(x, key, value, 1.0), 128, False), CPU, refuses)
         return x + (-1 if found is None else -2 if found.reason else found.lse_factor + (10 if found.lse_reason else 0))
 
     torch.testing.assert_close(traced(x), torch.full_like(x, expected))
@@ -228,7 +228,7 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
 )
 def test_a_check_is_logged_with_its_time(caplog, verdict, level, said):
     size = next(_sizes)
-    call = FlashCall(torch.float16, size, 128, 64, True, True, True, True, True, 1)
+    call = FlashKind(torch.float16, size, 128, 64, True, True, True, True, True, 1)
     words = f"float16, head_dim {size}/128, 1 query head per key head, blocks of 64"
     words += ", soft cap, window and offset, padding, one list for all heads, gradients"
     with caplog.at_level(logging.INFO, "flexmask"):

@@ -7,11 +7,11 @@ from flexmask import attend, sparse_attention, sparse_attention_varlen
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists, Selection, block_lists
 from flexmask.base.visibility import block_visibility, visible_keys
-from flexmask.flex.backend import auto_checks, flash_available
+from flexmask.flex.backend import auto_takes_flash, flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.flash import flash_attention
+from flexmask.flex.flash_case import FlashKind, exact_attention, normal_numbers
 from flexmask.flex.flash_check import LSE_FACTORS, flash_verdict
-from flexmask.flex.flash_problem import FlashCall, exact_attention, normal_numbers
 from flexmask.flex.last_rows import last_rows_in_parts
 from flexmask.flex.run import run_flex_attention
 from tests.attention_calls import SINKS, call, padding
@@ -26,7 +26,7 @@ pytestmark = [
         reason="needs flash-attn-4 and a Hopper GPU",
     ),
 ]
-PLAIN = FlashCall(torch.bfloat16, 128, 128)
+PLAIN = FlashKind(torch.bfloat16, 128, 128)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ SERVED = {
 def test_the_check_finds_flash_right(device, changes):
     kind = PLAIN._replace(**changes)
     found = flash_verdict(kind, device)
-    assert found is not None and auto_checks(kind)
+    assert found is not None and auto_takes_flash(kind)
     assert (found.reason, found.lse_reason) == ("", "")
     assert found.lse_factor in LSE_FACTORS
 

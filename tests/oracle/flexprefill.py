@@ -36,7 +36,7 @@ def flexprefill_selection(
     attention = steps.representative_attention(head, index_rows, seen)
     mass = steps.line_mass(attention, index_rows, seen)
     key_blocks, diagonals = steps.kept_lines(mass, is_query_aware, seen, options)
-    kept = steps.extended_lines(key_blocks, diagonals, seen)
+    kept = steps.blocks_on_lines(key_blocks, diagonals, seen)
 
     # Query Aware Index Search
     pooled = steps.pooled_map(head, keys, seen)

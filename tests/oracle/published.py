@@ -46,7 +46,7 @@ def published_selection(
 
     key_blocks = published_lines(by_token, vertical, is_query_aware, options)
     diagonals = published_lines(by_offset, slash, is_query_aware, options)
-    kept = steps.extended_lines(key_blocks.lines, diagonals.lines, seen)
+    kept = steps.blocks_on_lines(key_blocks.lines, diagonals.lines, seen)
     if is_query_aware:
         kept |= set(blocks)
 

@@ -201,7 +201,7 @@ def kept_lines(mass: LineMass, is_query_aware: bool, seen: Visibility, options: 
     return top_p(key_blocks, budget), top_p(diagonals, budget)
 
 
-def extended_lines(key_blocks: list[int], diagonals: list[int], seen: Visibility) -> set[Block]:
+def blocks_on_lines(key_blocks: list[int], diagonals: list[int], seen: Visibility) -> set[Block]:
     """Every visible block on a selected line."""
     return {(r, j) for r, j in seen.visible_blocks if j in key_blocks or any(c in diagonals for c in seen.diagonals_of(r, j))}
 

@@ -112,7 +112,7 @@ def test_requests_compile_nothing(cuda, monkeypatch):
     assert len(run._compiled) == 2
     for order, page_size, cached_len, first in itertools.product(ORDERS, PAGE_SIZES, CACHED, (0, 1)):
         cache, page_table, chunk = call_of(order, page_size, cached_len, 0, 63, 128, torch.bfloat16, cuda)
-        table = torch.cat([page_table.row[:first], page_table.row])[first:]
+        table = torch.cat([page_table.page_ids[:first], page_table.page_ids])[first:]
         pages_kernel.keys_and_values(cache, PageTable(table, cached_len), chunk)
     assert len(run._compiled) == 2
 
@@ -131,7 +131,9 @@ def test_a_cache_of_more_numbers_than_32_bits_count():
 @interpreted
 def test_what_is_compiled_before_requests_is_compiled_for_each_width(monkeypatch):
     calls = []
-    monkeypatch.setattr(pages_kernel, "keys_and_values", lambda cache, table, chunk: calls.append((cache, table.row, *chunk)))
+    monkeypatch.setattr(
+        pages_kernel, "keys_and_values", lambda cache, table, chunk: calls.append((cache, table.page_ids, *chunk))
+    )
     pages_kernel.compile_for([64, 80, 64], torch.bfloat16, torch.device("cpu"))
     assert [call[2].shape[2] for call in calls] == [64, 64, 80, 80]
     assert all(call[0].dtype == call[2].dtype == call[3].dtype == torch.bfloat16 for call in calls)

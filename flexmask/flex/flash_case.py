@@ -16,7 +16,7 @@ from flexmask.base.visibility import block_visibility, visible_keys
 from flexmask.flex.block_mask import block_mask
 
 
-class FlashCall(NamedTuple):
+class FlashKind(NamedTuple):
     """A kind of call; calls of one kind share a verdict."""
 
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class FlashCall(NamedTuple):
     direct: bool = False  # by `flash_attention`, else through FlexAttention
 
     @staticmethod
-    def of(inputs: AttentionInputs, block_size: int, shared: bool, direct: bool = False) -> FlashCall:
+    def of(inputs: AttentionInputs, block_size: int, shared: bool, direct: bool = False) -> FlashKind:
         query, value = inputs.query, inputs.value
         assert value is not None
         has_window_or_offset = inputs.window is not None or (inputs.offset is not None and not direct)
@@ -43,7 +43,7 @@ class FlashCall(NamedTuple):
         sizes = (query.shape[3], value.shape[3], block_size)
         per_key = query.shape[1] // inputs.key.shape[1]
         features = (has_softcap, has_window_or_offset, has_padding, shared, inputs.needs_grad)
-        return FlashCall(query.dtype, *sizes, *features, per_key, direct)
+        return FlashKind(query.dtype, *sizes, *features, per_key, direct)
 
     def __str__(self) -> str:
         sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
@@ -64,7 +64,7 @@ class FlashCall(NamedTuple):
 _SOFTCAP = 5.0
 
 
-def flash_problem(call: FlashCall, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
+def flash_case(call: FlashKind, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
     """Inputs of a kind of call with eight blocks of keys and a part of one, and their mask.
 
     Also the visible pairs, (batch, 1, q_len, kv_len) bool, and those in listed blocks, (batch, num_heads or 1, q_len, kv_len).
