@@ -43,9 +43,11 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
 def test_slices_of_rows_keep_to_the_limit_too():
     query, key = torch.randn(1, 2, 2000, 16), torch.randn(1, 1, 2000, 16)
     planned = functools.partial(flexmask.plan, query, key, key, "oracle", block_size=16, dense_below=0)
-    assert [group.selection.rows for group in planned().groups] == [None]
+    assert [group.selection.rows_per_slice for group in planned().groups] == [None]
     # a head in each of two groups, and 2,000 numbers for each of its rows
-    assert [group.selection.rows for group in planned(max_mask_bytes=2**20).groups] == [2**20 // 8 // (2000 * 16) * 16] * 2
+    assert [group.selection.rows_per_slice for group in planned(max_mask_bytes=2**20).groups] == [
+        2**20 // 8 // (2000 * 16) * 16
+    ] * 2
 
 
 @pytest.mark.parametrize("wanted", [{}, {"return_stats": True}], ids=str)
