@@ -21,6 +21,9 @@ def select_blocks(
         if prepared.by_kernels:
             result = (run_operator if is_traced() else run_kernels)(prepared, inputs, with_map, statistics)
         else:
+            if inputs.out is not None:
+                # compiled steps would be compiled again for memory that they do not read
+                inputs = inputs.with_fields(out=None)
             result = (run_plain if prepared.rows_per_slice is None else run_in_slices)(prepared, inputs, statistics)
         if not with_map and result.mask_mod is None:
             # without a map and a title all methods share one compiled kernel

@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask
-from flexmask import prepared_selection
+from flexmask import prepared_selection, select
 from flexmask.base import blocks
+from flexmask.base.inputs import attention_inputs
 from flexmask.base.scores import top_p, widest_float
+from flexmask.method import method_of
+from flexmask.prepared_selection import prepare_selection
 from tests.attention_calls import call
 from tests.cases import Case, Config, cases, published_cases, sparse_cases, structured_inputs
 from tests.comparisons import assert_as_the_oracle, assert_honest, assert_same_stats, compare_drawn
@@ -112,3 +115,19 @@ def test_a_large_map_reaches_gamma(gamma, precision):
     running = heaviest.cumsum(-1) - heaviest
     assert kept.sum().item() == pytest.approx(int((running < gamma * heaviest.sum()).sum()), abs=2)
     assert values[kept].min() >= values[~kept].max()
+
+
+def test_plain_steps_do_not_take_the_output_s_memory(monkeypatch):
+    """A warm-up has none, and for an argument more they would be compiled again in a request."""
+    taken = []
+
+    def run(prepared, inputs, *rest):
+        taken.append(inputs.out)
+        return run_plain(prepared, inputs, *rest)
+
+    run_plain = select.run_plain
+    monkeypatch.setattr(select, "run_plain", run)
+    query, key = torch.randn(1, 2, 200, 16), torch.randn(1, 1, 200, 16)
+    inputs = attention_inputs(query, key, key).for_attention().with_fields(out=torch.empty_like(query))
+    select.select_blocks(prepare_selection(method_of("hybrid", 16, {}).for_inputs(inputs), inputs), inputs)
+    assert taken == [None]

@@ -73,5 +73,5 @@ def copies(query: Tensor, last: LastRows) -> Tensor:
 
 
 def split_copies(x: Tensor, last: LastRows) -> Tensor:
-    """What the kernel returns of the copies, (batch, num_heads, parts * copied, ..), as (parts, batch, num_heads, rows, ..)."""
+    """A result of the kernel for the copies, (batch, num_heads, parts * copied, ..), as (parts, batch, num_heads, rows, ..)."""
     return x.unflatten(2, (last.parts, last.copied))[:, :, :, -last.rows :].movedim(2, 0)
