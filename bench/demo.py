@@ -30,7 +30,7 @@ from flexmask.export import to_block_map
 from flexmask.integrations.huggingface import sparse_prefill
 from flexmask.settings import PrefillSettings
 
-MOST_QUESTIONS = 8
+MAX_QUESTIONS = 8
 # timed prefills per method on accelerators, in turns
 ROUNDS = 5
 # characters of a picture's sides
@@ -171,7 +171,7 @@ def to_try(executable: str) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-tokens", type=int, help="length of the prompt; default: 8192 on a CPU, 65536 elsewhere")
-    parser.add_argument("--needles", type=int, default=16, help=f"in the prompt; the first {MOST_QUESTIONS} are asked for")
+    parser.add_argument("--needles", type=int, default=16, help=f"in the prompt; the first {MAX_QUESTIONS} are asked for")
     parser.add_argument("--gamma", type=float, help="of hybrid and flexprefill; default: their own")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompt")
     parser.add_argument("--rounds", type=int, help=f"timed prefills of each; default: none on a CPU, {ROUNDS} elsewhere")
@@ -187,7 +187,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     model = load_model(options.model, options.device)
-    questions = min(options.needles, MOST_QUESTIONS)
+    questions = min(options.needles, MAX_QUESTIONS)
     prompt = make_prompt(options.prompt_tokens, options.needles, questions, options.seed)
     given = {} if options.gamma is None else {"gamma": options.gamma}
     where = f"{torch.get_num_threads()} CPU threads" if options.device == "cpu" else torch.cuda.get_device_name(options.device)

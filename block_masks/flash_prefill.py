@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks
-from flexmask.mask_function import BlockProblem, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, Method, count_option, mask_function, share_option
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +52,10 @@ class FlashPrefill(Method):
     True
     """
 
-    alpha: float = share(0.1, "[0, 1]")
-    sink_blocks: int = count(2)
-    window_blocks: int = count(4, 1)
-    last_blocks: int = count(2)
+    alpha: float = share_option(0.1, "[0, 1]")
+    sink_blocks: int = count_option(2)
+    window_blocks: int = count_option(4, 1)
+    last_blocks: int = count_option(2)
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()

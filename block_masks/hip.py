@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
 from flexmask.base.visibility import in_blocks, whole_blocks
-from flexmask.mask_function import BlockProblem, Method, count, mask_function
+from flexmask.mask_function import BlockProblem, Method, count_option, mask_function
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +48,10 @@ class Hip(Method):
     tensor([1, 2, 3, 4, 4, 4, 4, 4])
     """
 
-    topk_blocks: int = count(16, 1)
-    sink_blocks: int = count(2)
-    window_blocks: int = count(4, 1)
-    query_stride: int = count(2, 1, "rows")
+    topk_blocks: int = count_option(16, 1)
+    sink_blocks: int = count_option(2)
+    window_blocks: int = count_option(4, 1)
+    query_stride: int = count_option(2, 1, "rows")
 
     def select(self, problem: BlockProblem) -> Tensor:
         scores = _representative_scores(problem, self.query_stride)

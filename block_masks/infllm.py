@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, ranks
 from flexmask.base.visibility import num_blocks
-from flexmask.mask_function import BlockProblem, Method, count, mask_function
+from flexmask.mask_function import BlockProblem, Method, count_option, mask_function
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +50,10 @@ class InfLLM(Method):
 
     heads_decide_together = True
 
-    topk_blocks: int = count(16)
-    sink_blocks: int = count(1)
-    local_tokens: int = count(4096, 1, "tokens")
-    execution_blocks: int = count(4, 1)
+    topk_blocks: int = count_option(16)
+    sink_blocks: int = count_option(1)
+    local_tokens: int = count_option(4096, 1, "tokens")
+    execution_blocks: int = count_option(4, 1)
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens

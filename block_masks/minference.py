@@ -11,7 +11,7 @@ from flexmask.base.head_groups import map_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines, in_blocks
-from flexmask.mask_function import BlockProblem, Method, PairsByHead, mask_function, word
+from flexmask.mask_function import BlockProblem, Method, PairsByHead, choice_option, mask_function
 from flexmask.plain import blocks_on_lines, by_offset, line_mass, representative_attention, representative_rows
 
 LAST_ROWS = 64
@@ -54,7 +54,7 @@ class MInference(Method):
     """
 
     plan: PairsByHead = (1000, 6096)
-    lines: str = word("pooled", "covering")
+    lines: str = choice_option("pooled", "covering")
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens

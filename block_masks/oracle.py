@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import in_blocks, visible_keys
-from flexmask.mask_function import BlockProblem, Method, mask_function, share
+from flexmask.mask_function import BlockProblem, Method, mask_function, share_option
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Oracle(Method):
     True
     """
 
-    gamma: float = share(0.95)
+    gamma: float = share_option(0.95)
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens

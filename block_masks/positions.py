@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flexmask.mask_function import BlockProblem, PairsByHead, count, method
+from flexmask.mask_function import BlockProblem, PairsByHead, count_option, method
 
 
 @method
@@ -36,7 +36,7 @@ def causal_mask(problem: BlockProblem) -> None:
 
 @method
 def lm_infinite_mask(
-    problem: BlockProblem, global_tokens: int = count(10, 0, "tokens"), local_tokens: int = count(4096, 1, "tokens")
+    problem: BlockProblem, global_tokens: int = count_option(10, 0, "tokens"), local_tokens: int = count_option(4096, 1, "tokens")
 ) -> Tensor:
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
@@ -81,7 +81,7 @@ _PLAN: Any = field(default=None, metadata={"default_by_heads": stand_in_plan})
 
 
 @method
-def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_blocks: int = count(1)) -> Tensor:
+def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_blocks: int = count_option(1)) -> Tensor:
     """MoA's elastic windows: a span per head that grows with the length, the same for every input.
 
     With n blocks from that of the first valid key, ``first``, to that of the last, a head of plan (alpha, beta) keeps key block j
@@ -111,15 +111,17 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_block
             [1, 0, 0, 0, 1, 1, 0, 0]], dtype=torch.int32)
     """
     pairs = problem.as_tensor(plan)  # (num_heads or 1, 2)
-    last = problem.last_keys().amax(-1)[:, None, None, None]
-    blocks = last // problem.block_size - problem.first_block() + 1
+    last_key = problem.last_keys().amax(-1)[:, None, None, None]
+    blocks = last_key // problem.block_size - problem.first_block() + 1
     alpha, beta = pairs[:, 0, None, None], pairs[:, 1, None, None]
     spans = (alpha / problem.block_size + beta * blocks).floor().clamp(min=1)
     return problem.first_blocks(sink_blocks) | problem.nearest_diagonals(spans)
 
 
 @method
-def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = count(8), window_blocks: int = count(64, 1)) -> Tensor:
+def streaming_llm_mask(
+    problem: BlockProblem, sink_blocks: int = count_option(8), window_blocks: int = count_option(64, 1)
+) -> Tensor:
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks``, where i is the block of the
@@ -154,7 +156,10 @@ def streaming_llm_mask(problem: BlockProblem, sink_blocks: int = count(8), windo
 
 @method
 def tri_shape_mask(
-    problem: BlockProblem, sink_blocks: int = count(1), window_blocks: int = count(4, 1), last_blocks: int = count(1)
+    problem: BlockProblem,
+    sink_blocks: int = count_option(1),
+    window_blocks: int = count_option(4, 1),
+    last_blocks: int = count_option(1),
 ) -> Tensor:
     """The triangle mask: sinks, a sliding window, and the last rows in full; the same for every head.
 

@@ -15,7 +15,7 @@ from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
-from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, ByHead, Method, count_option, mask_function, share_option
 from flexmask.plain import blocks_kept_always, blocks_on_lines, by_offset, pooled_map
 
 
@@ -56,9 +56,9 @@ class Published(Method):
     needs_whole_blocks = True
 
     gamma: ByHead = 0.95
-    tau: float = share(0.1, "[0, 1]")
+    tau: float = share_option(0.1, "[0, 1]")
     _: KW_ONLY
-    min_budget: int = count(1024, 0, "tokens")
+    min_budget: int = count_option(1024, 0, "tokens")
     max_budget: int | None = None
 
     def select(self, problem: BlockProblem) -> Choice:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.checks import check_real
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax, running_sums
-from flexmask.mask_function import BlockProblem, Method, mask_function, share
+from flexmask.mask_function import BlockProblem, Method, mask_function, share_option
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class Sparge(Method):
     """
 
     similarity_threshold: float = 0.6
-    cdf_threshold: float = share(0.98)
-    topk: float | None = share(None)
+    cdf_threshold: float = share_option(0.98)
+    topk: float | None = share_option(None)
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
@@ -64,8 +64,8 @@ class Sparge(Method):
         threshold = problem.as_tensor(self.similarity_threshold)
         keys_alike = _similarity(inputs.key.float() - centre, key_valid, size) > threshold
         rows_alike = _similarity(inputs.query.float(), tokens.row_valid, size) > threshold
-        per_key = inputs.query.shape[1] // inputs.key.shape[1]
-        keys_alike = keys_alike.repeat_interleave(per_key, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
+        queries_per_kv = inputs.query.shape[1] // inputs.key.shape[1]
+        keys_alike = keys_alike.repeat_interleave(queries_per_kv, 1).unsqueeze(-2)  # (batch, num_heads, 1, num_kv_blocks)
 
         scores = capped(grouped_scores(problem.query_means() * inputs.scale, problem.key_means()), inputs.softcap)
         candidates = problem.visible & keys_alike & (counts > 0)[:, None, None]

@@ -11,7 +11,7 @@ from flexmask.base.head_groups import map_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
 from flexmask.base.visibility import candidate_lines
-from flexmask.mask_function import BlockProblem, Method, count, mask_function
+from flexmask.mask_function import BlockProblem, Method, count_option, mask_function
 from flexmask.plain import blocks_on_lines, representative_mass
 
 
@@ -44,8 +44,8 @@ class VerticalSlash(Method):
             [1, 0, 0, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
 
-    vertical_size: int = count(8192, 0, "tokens")
-    slash_size: int = count(8192, 0, "tokens")
+    vertical_size: int = count_option(8192, 0, "tokens")
+    slash_size: int = count_option(8192, 0, "tokens")
 
     def select(self, problem: BlockProblem) -> Tensor:
         size, mass = problem.block_size, representative_mass(problem, "last").lines

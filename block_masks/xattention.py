@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
 from flexmask.base.visibility import whole_blocks
-from flexmask.mask_function import BlockProblem, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, Method, count_option, mask_function, share_option
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +48,8 @@ class XAttention(Method):
     True
     """
 
-    stride: int = count(8, 1, "tokens")
-    threshold: float = share(0.9)
+    stride: int = count_option(8, 1, "tokens")
+    threshold: float = share_option(0.9)
 
     def select(self, problem: BlockProblem) -> Tensor:
         inputs, size = problem.inputs, problem.block_size

@@ -1,4 +1,4 @@
-"""Attention of a group of heads over their selection, its dense key heads by SDPA."""
+"""Attention of a group of heads over their selection, its dense KV heads by SDPA."""
 
 from __future__ import annotations
 
@@ -45,49 +45,49 @@ def write_group_output(whole: _Output | None, part: _Output, group: HeadGroup, q
         return part
     if whole is None:
         whole = out.new_empty((*shape, out.shape[3])), None if lse is None else lse.new_empty(shape)
-    whole[0][group.batch, group.query] = out
+    whole[0][group.batch_rows, group.query_heads] = out
     if lse is not None and whole[1] is not None:
-        whole[1][group.batch, group.query] = lse
+        whole[1][group.batch_rows, group.query_heads] = lse
     return whole
 
 
 def attend_heads(
     inputs: PositionedInputs,
     selection: Selection | None,
-    dense_key_heads: tuple[bool, ...],
+    dense_kv_heads: tuple[bool, ...],
     break_even_density: float | None,
     backend: Backend,
     return_lse: bool = False,
-    last: LastRows | None = None,
+    last_rows: LastRows | None = None,
 ) -> tuple[Tensor, Tensor | None, tuple[bool, ...]]:
     """Attend to the selection of a group of heads.
 
-    Returns the output, the log-sum-exp or None, and the key heads that ran dense: `dense_key_heads`, and those whose density
-    exceeds `break_even_density`. `last` are rows that keep every visible block.
+    Returns the output, the log-sum-exp or None, and the KV heads that ran dense: `dense_kv_heads`, and those whose density
+    exceeds `break_even_density`. `last_rows` are rows that keep every visible block.
     """
     if selection is not None and break_even_density is not None:
-        exceeds = _exceeds_density(selection.lists, len(dense_key_heads), break_even_density)
-        dense_key_heads = tuple([dense or more for dense, more in zip(dense_key_heads, exceeds, strict=True)])
-    if selection is None or all(dense_key_heads):
-        return *dense_attention(inputs, return_lse), (True,) * len(dense_key_heads)
-    key_slices, per_key = _true_slices(dense_key_heads), inputs.query.shape[1] // len(dense_key_heads)
-    query_slices = [slice(keys.start * per_key, keys.stop * per_key) for keys in key_slices]
+        exceeds = _exceeds_density(selection.lists, len(dense_kv_heads), break_even_density)
+        dense_kv_heads = tuple([dense or more for dense, more in zip(dense_kv_heads, exceeds, strict=True)])
+    if selection is None or all(dense_kv_heads):
+        return *dense_attention(inputs, return_lse), (True,) * len(dense_kv_heads)
+    key_slices, queries_per_kv = _true_slices(dense_kv_heads), inputs.query.shape[1] // len(dense_kv_heads)
+    query_slices = [slice(keys.start * queries_per_kv, keys.stop * queries_per_kv) for keys in key_slices]
     # not for fewer heads: another number of them is another compilation
     sparse = selection.without_heads(query_slices) if key_slices else selection
-    out, lse = _attend_to_blocks(inputs, sparse, backend, return_lse, last)
+    out, lse = _attend_to_blocks(inputs, sparse, backend, return_lse, last_rows)
     query, key, value = inputs.query, inputs.key, inputs.value
     assert value is not None
     for queries, keys in zip(query_slices, key_slices, strict=True):
         out[:, queries] = sdpa(query[:, queries], key[:, keys], value[:, keys], inputs.scale, is_causal=True)
-    return out, lse, dense_key_heads
+    return out, lse, dense_kv_heads
 
 
 def _attend_to_blocks(
-    inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool, last: LastRows | None
+    inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool, last_rows: LastRows | None
 ) -> _Output:
     if backend.direct and not is_fake(inputs.query):
         assert selection.mask_mod is None
-        return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor, last)
+        return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor, last_rows)
     if selection.mask_mod is None:
         # all methods share the kernel without maps
         selection = selection.with_fields(keep=None, title=None)
@@ -97,7 +97,7 @@ def _attend_to_blocks(
 
 
 def _exceeds_density(lists: BlockLists, num_kv_heads: int, density: float) -> list[bool]:
-    """True for key heads whose query heads keep more than this share of the visible blocks of a whole prompt."""
+    """True for KV heads whose query heads keep more than this share of the visible blocks of a whole prompt."""
     batch, num_heads, q_blocks = lists.kv_num_blocks.shape
     if num_heads % num_kv_heads:
         return [False] * num_kv_heads  # one mask for all heads

@@ -121,7 +121,7 @@ def sparse_attention(
     dense_below
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
         plain calls of flexprefill (gamma 0.95) beat dense attention on every input measured (docs/performance.md). In longer
-        whole prompts without padding, window, soft cap, sinks, gradients or log-sum-exp, a key head runs dense if its query heads
+        whole prompts without padding, window, soft cap, sinks, gradients or log-sum-exp, a KV head runs dense if its query heads
         keep every block, on CPUs if they keep more than 66% of the blocks (float16: 51%, bfloat16: 43%). 0 switches all of this
         off, except for a single row.
     return_lse

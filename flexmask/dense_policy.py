@@ -25,15 +25,15 @@ class DensePolicy(NamedTuple):
     """The conditions under which dense attention runs instead of a selection."""
 
     dense_below: int = DENSE_BELOW  # tokens; 0 switches the policy off, except for the two fields below
-    least_rows: int = 2  # calls of fewer rows run dense
+    min_rows: int = 2  # calls of fewer rows run dense
     dense_layers: tuple[int, ...] = ()  # indices of layers that run dense
 
     def size_reason(self, q_len: int, tokens: int) -> str | None:
         """Reason why `q_len` rows at the end of `tokens` run dense, if they do."""
         if tokens < self.dense_below:
             return f"{tokens} tokens < dense_below {self.dense_below}"
-        if q_len < self.least_rows:
-            return f"{q_len} rows < {self.least_rows}"
+        if q_len < self.min_rows:
+            return f"{q_len} rows < {self.min_rows}"
         return None
 
     def selection_reason(self, keeps_every_block: list[bool]) -> str | None:

@@ -93,7 +93,7 @@ def backends(device: torch.device | str, dtype: torch.dtype) -> list[BackendRepo
     x = torch.zeros(1, 1, 1, 1, device=device, dtype=dtype).expand(1, 1, 256, 128)
     inputs = AttentionInputs(x, x, x, scale=1.0)
     try:
-        auto = chosen_backend("auto", inputs, 128, lists_only=True).name
+        auto = chosen_backend("auto", inputs, 128, has_mask_mod=False).name
     except NotImplementedError:  # torch 2.5 on a CPU
         auto = ""
     reports = []
@@ -107,7 +107,7 @@ def backends(device: torch.device | str, dtype: torch.dtype) -> list[BackendRepo
         else:
             try:
                 with torch.no_grad():
-                    chosen_backend(name, inputs, 128, lists_only=True)
+                    chosen_backend(name, inputs, 128, has_mask_mod=False)
             except (NotImplementedError, ValueError) as error:
                 reason = str(error).removeprefix(f'backend="{name}" ').removeprefix("cannot run here: ")
         why_not = "" if auto in ("", name) else f"{auto} is faster here"

@@ -20,12 +20,12 @@ from flexmask.method import METHODS
 from flexmask.method import Method as Method
 from flexmask.option_fields import ByHead as ByHead
 from flexmask.option_fields import PairsByHead as PairsByHead
-from flexmask.option_fields import count as count
+from flexmask.option_fields import choice_option as choice_option
+from flexmask.option_fields import count_option as count_option
 from flexmask.option_fields import read_fields
-from flexmask.option_fields import share as share
-from flexmask.option_fields import word as word
-from flexmask.prepared_selection import prepare_selection
-from flexmask.select import select_blocks
+from flexmask.option_fields import share_option as share_option
+from flexmask.selection.prepare import prepare_selection
+from flexmask.selection.select import select_blocks
 from flexmask.stats import STATISTICS, SelectionStats, merge_group_stats
 
 _MAX_MASK_BYTES = 16 * 2**30
@@ -169,7 +169,7 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     hints = get_type_hints(choose, include_extras=True)
     options = []
     for each in declared:
-        # `count` and others give fields
+        # `count_option` and others give fields
         option = each.default if isinstance(each.default, Field) else field(default=each.default)
         option.kw_only = each.kind is each.KEYWORD_ONLY
         options.append((each.name, hints.get(each.name, Any), option))

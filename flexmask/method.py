@@ -45,10 +45,10 @@ METHODS: dict[str, type[Method]] = {}
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method with its options. They are checked when it is made; whether options per head fit a call, `for_inputs` checks.
+    """A method with its options, checked when it is made; `for_inputs` checks that options per head fit a call.
 
-    A subclass is a dataclass, too. Its fields are the options; `count`, `share` and `word` check them. The annotation of a field
-    decides how `select` receives it:
+    A subclass is also a dataclass. Its fields are the options, with ranges by `count_option`, `share_option` and `choice_option`.
+    The annotation of a field decides how `select` receives it:
 
     - ``float``: kernels receive a number; plain steps a 0-d tensor in `widest_float`, but 0 and None as they are.
     - ``ByHead``: a (num_heads,) tensor in `widest_float`; kernels receive one number for all heads as a number.
@@ -94,13 +94,13 @@ class Method:
         """Raise for options that do not fit each other or the block."""
 
     def check_call(self, inputs: AttentionInputs) -> None:
-        """Raise for calls that the method does not serve."""
+        """Raise for calls that the method does not support."""
 
     def keeps_every_block(self) -> bool:
         """True if a head keeps all its blocks; options per head hold that head's number."""
         return False
 
-    def keeps_last_rows(self) -> bool:
+    def last_rows_are_dense(self) -> bool:
         """True if every query block with one of the last `block_size` rows keeps all that it sees, in all heads."""
         return False
 
@@ -170,7 +170,7 @@ class Method:
         return self.with_options(**fitted)
 
     def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
-        """The method for these inputs; raises if its options per head do not fit, or it does not serve them."""
+        """The method for these inputs; raises if its options per head do not fit, or it does not support them."""
         fitted = self.fit_to_heads(inputs.query)
         fitted.check_call(inputs)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]

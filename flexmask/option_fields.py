@@ -17,12 +17,12 @@ ByHead = Annotated[float | Sequence[float] | Tensor, "by head"]
 PairsByHead = Annotated[Sequence[float] | Sequence[Sequence[float]], "pairs by head"]
 
 
-def count(default: int, least: int = 0, unit: str = "blocks") -> Any:
-    """An option that is an integer of at least `least`."""
-    return field(default=default, metadata={"check": lambda name, value: check_count(name, value, least, unit)})
+def count_option(default: int, minimum: int = 0, unit: str = "blocks") -> Any:
+    """An option that is an integer of at least `minimum`."""
+    return field(default=default, metadata={"check": lambda name, value: check_count(name, value, minimum, unit)})
 
 
-def share(default: float | None, interval: str = "(0, 1]") -> Any:
+def share_option(default: float | None, interval: str = "(0, 1]") -> Any:
     """An option that is a number in an interval, ``"(0, 1]"`` or ``"[0, 1]"``; also None if that is its default."""
 
     def check(name: str, value: Any) -> None:
@@ -32,7 +32,7 @@ def share(default: float | None, interval: str = "(0, 1]") -> Any:
     return field(default=default, metadata={"check": check})
 
 
-def word(*words: str) -> Any:
+def choice_option(*words: str) -> Any:
     """An option that is one of these words, the first by default."""
     return field(default=words[0], metadata={"check": lambda name, value: check_word(name, value, words)})
 

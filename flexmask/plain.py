@@ -25,7 +25,7 @@ from flexmask.base.visibility import BlockVisibility, TokenValidity, visible_key
 def key_means(problem: BlockProblem) -> Tensor:
     """Mean of each key block's valid keys, (batch, num_kv_heads, num_kv_blocks, head_dim) float32."""
     tokens = problem.tokens
-    return block_means(problem.inputs.key, None if tokens.all_keys_valid else tokens.key_valid, problem.block_size)
+    return block_means(problem.inputs.key, None if tokens.known_all_valid else tokens.key_valid, problem.block_size)
 
 
 def pooled_scores(query_means: Tensor, key_means: Tensor, key_counts: Tensor, scale: float, softcap: float | None) -> Tensor:

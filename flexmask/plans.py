@@ -18,8 +18,8 @@ from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_bac
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.last_rows import LastRows, last_rows_in_parts
 from flexmask.method import METHODS, FittedMethod
-from flexmask.prepared_selection import PreparedSelection, prepare_selection, with_replay
-from flexmask.select import select_blocks
+from flexmask.selection.prepare import PreparedSelection, prepare_selection, with_replay
+from flexmask.selection.select import select_blocks
 from flexmask.stats import STATISTICS, dense_stats, merge_group_stats
 
 
@@ -28,8 +28,8 @@ class GroupPlan(NamedTuple):
 
     heads: HeadGroup
     selection: PreparedSelection
-    dense_key_heads: tuple[bool, ...]  # True: dense attention serves the key head, whatever the mask
-    last: LastRows | None = None  # rows that keep every visible block, for direct calls of FLASH
+    dense_kv_heads: tuple[bool, ...]  # True: dense attention serves the KV head, whatever the mask
+    last_rows: LastRows | None = None  # rows that keep every visible block, for direct calls of FLASH
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,7 +49,7 @@ class Plan:
     backend: Backend
     return_lse: bool = False
     groups: tuple[GroupPlan, ...] = ()  # none: dense attention serves the whole call
-    break_even_density: float | None = None  # a key head of a larger density runs dense
+    break_even_density: float | None = None  # a KV head of a larger density runs dense
     offset: Tensor | None = None  # the offset of `PositionedInputs`
     absent: Tensor | None = None  # (batch, 1, kv_len, 1) bool: keys that are no tokens
 
@@ -142,10 +142,10 @@ class Plan:
             group_stats: list[dict[str, Tensor]] = []
             selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
-            for group, prepared, dense_key_heads, last in self.groups:
+            for group, prepared, dense_kv_heads, last_rows in self.groups:
                 # the lists of one group exist at a time
                 part, selection, backend = whole.slice_heads(group), None, self.backend
-                if measured or with_maps or with_counts or not all(dense_key_heads):
+                if measured or with_maps or with_counts or not all(dense_kv_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)
                     group_stats.append(selection.stats)
                     if with_maps:
@@ -154,7 +154,7 @@ class Plan:
                         counts += [selection.lists.kv_num_blocks, selection.lists.full_kv_num_blocks]
                     backend = self._backend_of(inputs, group, selection)
                 out, lse, ran_dense = attend_heads(
-                    part, selection, dense_key_heads, self.break_even_density, backend, self.return_lse, last
+                    part, selection, dense_kv_heads, self.break_even_density, backend, self.return_lse, last_rows
                 )
                 outputs = write_group_output(outputs, (out, lse), group, inputs.query)
                 dense_by_group.append(ran_dense)
@@ -168,14 +168,14 @@ class Plan:
 
     def _backend_of(self, inputs: AttentionInputs, group: HeadGroup, selection: Selection) -> Backend:
         """The plan's backend, chosen again where heads share a list, a mask_mod hides more, or torch traces the call."""
-        # FLASH packs a key head's query heads into one tile if they share a list
-        shared = selection.lists.kv_num_blocks.shape[1] < group.query.stop - group.query.start
+        # FLASH packs a KV head's query heads into one tile if they share a list
+        shared = selection.lists.kv_num_blocks.shape[1] < group.query_heads.stop - group.query_heads.start
         has_mask_mod = selection.mask_mod is not None
         # torch traces no direct call
         if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
             return self.backend
         named, size, part = self.call_options.backend, selection.block_size, inputs.slice_heads(group)
-        return chosen_backend(named, part, size, self.return_lse, shared=shared, lists_only=not has_mask_mod)
+        return chosen_backend(named, part, size, self.return_lse, shared=shared, has_mask_mod=has_mask_mod)
 
 
 def plan_call(
@@ -190,7 +190,7 @@ def plan_call(
     """Decide what runs dense, and plan.
 
     A call runs dense below the policy's size (unless `at_any_length`), in layers that the policy names, and if all its heads
-    keep every block. Otherwise its heads are planned in groups, and key heads that keep every block run dense.
+    keep every block. Otherwise its heads are planned in groups, and KV heads that keep every block run dense.
     """
     policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
     is_causal = has_causal_kernel(inputs)
@@ -201,23 +201,23 @@ def plan_call(
     reason = size_reason or layer_reason or (selection_reason if heads_may_be_dense else None)
     if reason is not None:
         if is_causal or size_reason is not None:
-            return dense_plan(inputs, method.block_size, call_options, reason, return_lse, lists_only=not method.is_user_method)
+            return dense_plan(inputs, method.block_size, call_options, reason, return_lse, has_mask_mod=method.is_user_method)
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
-    dense_key_heads, break_even_density = (False,) * inputs.key.shape[1], None
+    dense_kv_heads, break_even_density = (False,) * inputs.key.shape[1], None
     # in a surrounding compilation nothing orders what empties lists before what reads them
     if heads_may_be_dense and not inputs.needs_grad and not is_traced():
-        dense_key_heads, break_even_density = _dense_key_heads(inputs, method, keeps_every_block)
-    return _plan_in_groups(inputs, method, call_options, reason, return_lse, dense_key_heads, break_even_density)
+        dense_kv_heads, break_even_density = _dense_kv_heads(inputs, method, keeps_every_block)
+    return _plan_in_groups(inputs, method, call_options, reason, return_lse, dense_kv_heads, break_even_density)
 
 
-def _dense_key_heads(
+def _dense_kv_heads(
     inputs: AttentionInputs, method: FittedMethod, keeps_every_block: list[bool]
 ) -> tuple[tuple[bool, ...], float | None]:
-    """True for key heads whose query heads keep every block; and the density above which another runs dense, or None."""
+    """True for KV heads whose query heads keep every block; and the density above which another runs dense, or None."""
     num_kv_heads = inputs.key.shape[1]
-    per_key = len(keeps_every_block) // num_kv_heads
-    dense = tuple([all(keeps_every_block[head * per_key : (head + 1) * per_key]) for head in range(num_kv_heads)])
+    queries_per_kv = len(keeps_every_block) // num_kv_heads
+    dense = tuple([all(keeps_every_block[head * queries_per_kv : (head + 1) * queries_per_kv]) for head in range(num_kv_heads)])
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
     reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not method.is_user_method
     return dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
@@ -229,10 +229,10 @@ def dense_plan(
     call_options: CallOptions,
     reason: str,
     return_lse: bool = False,
-    lists_only: bool = True,
+    has_mask_mod: bool = False,
 ) -> Plan:
     """Plan dense attention; a backend that is chosen by name and cannot run is refused, whatever the length."""
-    backend = chosen_backend(call_options.backend, inputs, block_size, return_lse, is_dense=True, lists_only=lists_only)
+    backend = chosen_backend(call_options.backend, inputs, block_size, return_lse, is_dense=True, has_mask_mod=has_mask_mod)
     return Plan(inputs, call_options, reason, backend, return_lse)
 
 
@@ -242,26 +242,24 @@ def _plan_in_groups(
     call_options: CallOptions,
     reason: str | None,
     return_lse: bool,
-    dense_key_heads: tuple[bool, ...],
+    dense_kv_heads: tuple[bool, ...],
     break_even_density: float | None,
 ) -> Plan:
     groups = method.groups(inputs, call_options.max_mask_bytes)
-    # a group may have fewer query heads per key head
+    # a group may have fewer query heads per KV head
     first_group = inputs.slice_heads(groups[0]) if len(groups) > 1 else inputs
-    backend = chosen_backend(
-        call_options.backend, first_group, method.block_size, return_lse, lists_only=not method.is_user_method
-    )
+    backend = chosen_backend(call_options.backend, first_group, method.block_size, return_lse, has_mask_mod=method.is_user_method)
     whole = inputs.with_offset()
     plans: list[GroupPlan] = []
-    in_parts = backend.direct and backend.has_lse and method.keeps_last_rows() and inputs.window is None
-    last_rows: dict[tuple[int, ...], LastRows | None] = {}  # by batch and heads of a group
+    in_parts = backend.direct and backend.has_lse and method.last_rows_are_dense() and inputs.window is None
+    last_rows_by_size: dict[tuple[int, ...], LastRows | None] = {}  # by batch and heads of a group
     for group in groups:
-        same_rows = next((plan.selection for plan in plans if plan.heads.batch == group.batch), None)
-        group_method, group_inputs = method.slice_heads(group.query), whole.slice_heads(group)
+        same_rows = next((plan.selection for plan in plans if plan.heads.batch_rows == group.batch_rows), None)
+        group_method, group_inputs = method.slice_heads(group.query_heads), whole.slice_heads(group)
         prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
         of_size = group_inputs.query.shape[:2]
-        if in_parts and of_size not in last_rows and not all(dense_key_heads[group.key]):
-            last_rows[of_size] = last_rows_in_parts(group_inputs, method.block_size)
-        plans.append(GroupPlan(group, prepared, dense_key_heads[group.key], last_rows.get(of_size)))
+        if in_parts and of_size not in last_rows_by_size and not all(dense_kv_heads[group.kv_heads]):
+            last_rows_by_size[of_size] = last_rows_in_parts(group_inputs, method.block_size)
+        plans.append(GroupPlan(group, prepared, dense_kv_heads[group.kv_heads], last_rows_by_size.get(of_size)))
     absent = inputs.absent_keys()
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), break_even_density, whole.offset, absent)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_attention", "plot_density"]
 # light to dark; what is left out is lighter than what is kept, in grey too
 _KEPT, _LEFT_OUT = ("#5b8fc9", "#1f4f91", "#0a1b38"), ("#fdf3e7", "#f2c48d", "#e5a25a")
-_LEAST_MASS = 1e-4  # of a row's attention
+_MIN_MASS = 1e-4  # of a row's attention
 
 
 def plot_density(source: Any, axes: Axes | None = None) -> Axes:
@@ -122,9 +122,9 @@ def plot_attention(
     axes = _new_axes(6.4, 5.0) if axes is None else axes
     for name, colours, part in (("kept", _KEPT, kept), ("left out", _LEFT_OUT, ~kept)):
         image = axes.imshow(
-            np.ma.masked_array(values.clamp(min=_LEAST_MASS).numpy(), mask=~(visible & part).numpy()),
+            np.ma.masked_array(values.clamp(min=_MIN_MASS).numpy(), mask=~(visible & part).numpy()),
             cmap=LinearSegmentedColormap.from_list(name, colours),
-            norm=LogNorm(_LEAST_MASS, 1),
+            norm=LogNorm(_MIN_MASS, 1),
             interpolation="nearest",
             extent=(0, columns * block_size, rows * block_size, 0),
         )

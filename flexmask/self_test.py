@@ -25,7 +25,7 @@ TESTED = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
 _TOKENS, _HEAD_DIM, _BLOCK_SIZE = 1100, 64, 128
 # share of the visible blocks that may differ between devices in float32: a score on a threshold
 _OTHER_BLOCKS = 0.01
-# timed calls: tokens, query heads, key heads, head_dim
+# timed calls: tokens, query heads, KV heads, head_dim
 _TIMED = {"cpu": [(2048, 4, 2, 64), (8192, 4, 2, 64)], "others": [(8192, 32, 8, 128), (32768, 32, 8, 128)]}
 _RUNS = 5
 
@@ -65,7 +65,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
     cases = [("auto", torch.float32)] if device.type == "cpu" else [("triton", torch.float32), ("triton", torch.bfloat16)]
     x = torch.zeros(1, device=device, dtype=torch.bfloat16).expand(1, 1, _TOKENS, _HEAD_DIM)
     with contextlib.suppress(NotImplementedError):  # torch 2.5 on a CPU
-        if chosen_backend("auto", AttentionInputs(x, x, x, scale=1.0), _BLOCK_SIZE, lists_only=True).name == "flash":
+        if chosen_backend("auto", AttentionInputs(x, x, x, scale=1.0), _BLOCK_SIZE, has_mask_mod=False).name == "flash":
             cases.append(("flash", torch.bfloat16))
     for backend, dtype in cases:
         for method in TESTED:

@@ -125,7 +125,7 @@ class PrefillSettings:
     def call_options(self) -> CallOptions:
         """The checked call options; rows that do not fill a block run dense, as selecting for them costs as much as attending."""
         checked = checked_call_options(self.backend, self.dense_below, self.max_mask_bytes)
-        return checked._replace(policy=checked.policy._replace(least_rows=self.block_size, dense_layers=self.dense_layers))
+        return checked._replace(policy=checked.policy._replace(min_rows=self.block_size, dense_layers=self.dense_layers))
 
     def layer_method(self, layer: int | None = None) -> Method:
         """The method with its options in one layer; None: in all layers."""

@@ -50,7 +50,7 @@ class SelectionStats:
     row_coverage
         float32: attention of the sampled rows to key means that the kept blocks hold, mean over query blocks (hybrid). Not
         bounded by `min_coverage`, which bounds a share of the root mean square R.
-    least_row_coverage
+    min_row_coverage
         float32: the same in the query block where the kept blocks hold least (hybrid).
     dense_heads
         bool: dense attention served the head; its other statistics stay those of its mask. True in dense calls.
@@ -65,7 +65,7 @@ class SelectionStats:
     num_slash_blocks: Tensor = field(metadata=_statistic(torch.int64, 0))
     coverage: Tensor = field(metadata=_statistic(torch.float32, 1))
     row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
-    least_row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
+    min_row_coverage: Tensor = field(metadata=_statistic(torch.float32, math.nan))
     dense_heads: Tensor = field(metadata=_statistic(torch.bool, True))
     dense: bool = False
 
@@ -102,17 +102,17 @@ def empty_statistics(names: Iterable[str], heads: Tensor) -> list[Tensor]:
 def merge_group_stats(
     group_stats: Sequence[Mapping[str, Tensor]], groups: Sequence[HeadGroup], dense: Sequence[Sequence[bool]] = ()
 ) -> SelectionStats:
-    """Merge the statistics of groups into those of all heads; `dense`, by group and key head: dense attention served it."""
-    heads = group_stats[0]["density"].new_empty((groups[-1].batch.stop, groups[-1].query.stop))
+    """Merge the statistics of groups into those of all heads; `dense`, by group and KV head: dense attention served it."""
+    heads = group_stats[0]["density"].new_empty((groups[-1].batch_rows.stop, groups[-1].query_heads.stop))
     whole = {name: _absent(name, heads) for name in TENSORS}
     for index, (statistics, group) in enumerate(zip(group_stats, groups, strict=True)):
         for name, values in statistics.items():
-            whole[name][group.batch, group.query] = values
-        dense_key_heads = dense[index] if dense else []
-        per_key = (group.query.stop - group.query.start) // max(len(dense_key_heads), 1)
-        for key_head, is_dense in enumerate(dense_key_heads):
-            first = group.query.start + key_head * per_key
-            whole["dense_heads"][group.batch, first : first + per_key] = is_dense
+            whole[name][group.batch_rows, group.query_heads] = values
+        dense_kv_heads = dense[index] if dense else []
+        queries_per_kv = (group.query_heads.stop - group.query_heads.start) // max(len(dense_kv_heads), 1)
+        for kv_head, is_dense in enumerate(dense_kv_heads):
+            first = group.query_heads.start + kv_head * queries_per_kv
+            whole["dense_heads"][group.batch_rows, first : first + queries_per_kv] = is_dense
     return SelectionStats(**whole)  # type: ignore[arg-type]  # mypy takes each for `dense`
 
 

@@ -159,7 +159,7 @@ def sparse_attention_varlen(
     segment_inputs = [segment.slice_inputs(pack) for segment in nonempty]
     fitted_methods = [checked_method.for_inputs(inputs) for inputs in segment_inputs]
     if backend != "auto":
-        chosen_backend(backend, pack, block_size, return_lse, lists_only=not checked_method.is_user_method)
+        chosen_backend(backend, pack, block_size, return_lse, has_mask_mod=checked_method.is_user_method)
 
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
     reasons = [policy.size_reason(segment.q_len, segment.kv_len) for segment in nonempty]

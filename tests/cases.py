@@ -21,8 +21,8 @@ from flexmask.base.inputs import attention_inputs
 from flexmask.base.selection import BlockLists
 from flexmask.block_masks import hybrid
 from flexmask.method import Method, method_of
-from flexmask.prepared_selection import prepare_selection
-from flexmask.select import select_blocks
+from flexmask.selection.prepare import prepare_selection
+from flexmask.selection.select import select_blocks
 from flexmask.stats import STATISTICS
 from tests.drawn_options import attention_masks, q_offsets, score_options
 from tests.oracle.hybrid import Rule
@@ -220,11 +220,11 @@ def cases(
 
 @st.composite
 def sparse_cases(
-    draw: st.DrawFn, /, padded: bool = True, windowed: bool = True, chunked: bool = True, most_blocks: int = 20, **fixed: Any
+    draw: st.DrawFn, /, padded: bool = True, windowed: bool = True, chunked: bool = True, max_blocks: int = 20, **fixed: Any
 ) -> Case:
     """Calls long enough to drop blocks: at least 12 key blocks, no cap, gammas from 0.3 to 0.95."""
     config = draw(configs([16, 32], st.sampled_from(GAMMAS), **{"max_budget": None, **fixed}))
-    kv_len = draw(st.integers(12 * config.block_size, most_blocks * config.block_size))
+    kv_len = draw(st.integers(12 * config.block_size, max_blocks * config.block_size))
     q_len = draw(st.integers(kv_len // 2, kv_len)) if chunked and draw(st.booleans()) else kv_len
     case = drawn_inputs(draw, config, 1, q_len, kv_len, sharpness=5.0)
     if padded and draw(st.booleans()):

@@ -96,7 +96,7 @@ def assert_same_statistics(result: Chosen, expected: ReferenceResult, margin: fl
         got, wanted = getattr(result.stats, name).cpu(), getattr(expected, name)
         assert got.dtype == torch.int64
         assert torch.equal(got[clear], wanted[clear]), f"{name}: {got} instead of {wanted}"
-    for name in ("density", "coverage", "row_coverage", "least_row_coverage"):
+    for name in ("density", "coverage", "row_coverage", "min_row_coverage"):
         got, wanted = getattr(result.stats, name).cpu(), getattr(expected, name)
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double()[clear], wanted[clear], atol=1e-5, rtol=1e-5, equal_nan="row" in name)

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask import compilation, prepared_selection
+from flexmask import compilation
 from flexmask._torch import is_traced, recompile_limit
+from flexmask.selection import prepare
 from tests.cases import structured_inputs
 from tests.expected import masked_attention, pairs_under
 
@@ -71,7 +72,7 @@ def recompilations(most: int) -> contextlib.AbstractContextManager[None]:
 @pytest.fixture
 def as_on_accelerators(monkeypatch):
     """Compile methods on this CPU too."""
-    for module in (compilation, prepared_selection):
+    for module in (compilation, prepare):
         monkeypatch.setattr(module, "runs_uncompiled", lambda query: is_traced())
 
 

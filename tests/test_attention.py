@@ -211,9 +211,9 @@ def test_gradients_of_the_sparse_kernel_do_not_see_them(cuda):
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
 
 
-# each score, of a row and a key, that is NaN or infinite: a row, its first element, a key head, a single key, the last key
+# each score, of a row and a key, that is NaN or infinite: a row, its first element, a KV head, a single key, the last key
 FAULTS = {
-    "row": ("query", (0, 1, 70), NAN), "first row": ("query", (0, 1, 0), NAN), "key head": ("key", (0, 1), NAN),
+    "row": ("query", (0, 1, 70), NAN), "first row": ("query", (0, 1, 0), NAN), "KV head": ("key", (0, 1), NAN),
     "key": ("key", (0, 1, 75), NAN), "last key": ("key", (0, 0, -1), NAN), "number": ("key", (0, 0, 40, 3), NAN),
     "infinity": ("key", (0, 0, 40, 3), torch.inf),
 }  # fmt: skip

@@ -17,8 +17,7 @@ INDICES = (INDEX, "integrations.huggingface")
 # a folder or module imports from those before it only
 ORDER = (
     "_torch", "logged_once", "base", "plain", "kernels", "locking", "compilation", "flex", "export", "plot",
-    "stats", "users_mask", "option_fields", "method", "dense_policy", "call_options", "prepared_selection", "run_method",
-    "selection_operator", "select", "mask_function", "block_masks",
+    "stats", "users_mask", "option_fields", "method", "dense_policy", "call_options", "selection", "mask_function", "block_masks",
     "attend", "plans", INDEX, "attention", "varlen", "warming", "json_settings", "layer_heads", "settings", "environment",
     "integrations", "self_test", "commands", "__main__",
 )  # fmt: skip

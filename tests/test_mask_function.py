@@ -13,7 +13,7 @@ import torch
 
 from flexmask import METHODS, plan
 from flexmask.block_masks.hybrid import Hybrid
-from flexmask.mask_function import BlockProblem, Method, count, mask_function, method, share
+from flexmask.mask_function import BlockProblem, Method, count_option, mask_function, method, share_option
 from flexmask.settings import PrefillSettings
 from tests.comparisons import assert_honest
 from tests.expected import by_block, seen_pairs
@@ -32,7 +32,7 @@ def every_nth_mask(problem: BlockProblem, n: int = 2) -> torch.Tensor:
     return ((columns + heads[:, None]) % n == 0)[None, :, None].expand(1, -1, problem.visibility.visible.shape[1], -1)
 
 
-def spanned(problem: BlockProblem, blocks: int = count(2, 1), *, share: float = share(0.5)) -> torch.Tensor:
+def spanned(problem: BlockProblem, blocks: int = count_option(2, 1), *, share: float = share_option(0.5)) -> torch.Tensor:
     return problem.nearest_diagonals(blocks)
 
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flexmask
-from flexmask import prepared_selection, select
 from flexmask.base import blocks
 from flexmask.base.inputs import attention_inputs
 from flexmask.base.scores import top_p, widest_float
 from flexmask.method import method_of
-from flexmask.prepared_selection import prepare_selection
+from flexmask.selection import prepare, select
+from flexmask.selection.prepare import prepare_selection
 from tests.attention_calls import call
 from tests.cases import Case, Config, cases, published_cases, sparse_cases, structured_inputs
 from tests.comparisons import assert_as_the_oracle, assert_honest, assert_same_stats, compare_drawn
@@ -95,7 +95,7 @@ class NoFloat64(TorchDispatchMode):
 def test_selection_needs_no_float64_where_there_is_none(monkeypatch):
     found = {name: widest_float(torch.device(name)) for name in ("cpu", "cuda", "mps")}
     assert found == {"cpu": torch.float64, "cuda": torch.float64, "mps": torch.float32}
-    for module in (prepared_selection, blocks):
+    for module in (prepare, blocks):
         monkeypatch.setattr(module, "widest_float", lambda device: torch.float32)
 
     def selected(case):

@@ -102,7 +102,7 @@ class NoiseFloor(Ablation):
 
 @dataclass(frozen=True, eq=False)
 class SharedByKeyHead(Ablation):
-    """The query heads of a key head share a selection, by the root mean square of their evidence and all their key blocks.
+    """The query heads of a KV head share a selection, by the root mean square of their evidence and all their key blocks.
 
     Examples
     --------
@@ -111,22 +111,22 @@ class SharedByKeyHead(Ablation):
     """
 
     def own_blocks(self, problem: BlockProblem) -> Tensor:
-        evidence, key_heads = row_evidence(problem, self.row_stride), problem.inputs.key.shape[1]
-        per_key = evidence.shape[1] // key_heads
-        of_key = evidence.square().unflatten(1, (key_heads, per_key)).mean(2).sqrt()
+        evidence, kv_heads = row_evidence(problem, self.row_stride), problem.inputs.key.shape[1]
+        queries_per_kv = evidence.shape[1] // kv_heads
+        of_key = evidence.square().unflatten(1, (kv_heads, queries_per_kv)).mean(2).sqrt()
         # one gamma for all heads
-        gamma = problem.as_tensor(self.gamma, (evidence.shape[1],))[:1].expand(key_heads)
+        gamma = problem.as_tensor(self.gamma, (evidence.shape[1],))[:1].expand(kv_heads)
         thresholds = (RULE.row_multiple * plain.threshold_unit(problem, gamma))[..., None, None]
         least = torch.tensor(float(self.min_coverage), device=evidence.device)
-        return plain.with_evidence_floor(problem, of_key, thresholds, least).repeat_interleave(per_key, 1)
+        return plain.with_evidence_floor(problem, of_key, thresholds, least).repeat_interleave(queries_per_kv, 1)
 
     def lines(self, key_blocks: Tensor, problem: BlockProblem) -> Tensor:
-        key_heads = problem.inputs.key.shape[1]
-        per_key = key_blocks.shape[2] // key_heads
-        of_key = key_blocks.unflatten(2, (key_heads, per_key)).any(3)
-        return of_key.repeat_interleave(per_key, 2).to(key_blocks.dtype).contiguous()
+        kv_heads = problem.inputs.key.shape[1]
+        queries_per_kv = key_blocks.shape[2] // kv_heads
+        of_key = key_blocks.unflatten(2, (kv_heads, queries_per_kv)).any(3)
+        return of_key.repeat_interleave(queries_per_kv, 2).to(key_blocks.dtype).contiguous()
 
 
 union = mask_function("hybrid_and_flexprefill", UnionWithFlexPrefill)
 noise_floor = mask_function("noise_floor", NoiseFloor)
-shared = mask_function("shared_by_key_head", SharedByKeyHead)
+shared = mask_function("shared_by_kv_head", SharedByKeyHead)

@@ -29,12 +29,12 @@ SETTINGS = {"hybrid 0.9": False, "hybrid 0.9, mean correction": True}
 def mean_corrected(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, scale: float, out: Tensor, lse: Tensor) -> Tensor:
     """Join `out` and `lse`, attention of a whole prompt to the blocks of `keep`, with that to the means of the blocks before."""
     tokens, whole = query.shape[2], key.shape[2] // BLOCK_SIZE
-    per_key, number = query.shape[1] // key.shape[1], torch.arange(whole, device=query.device)
+    queries_per_kv, number = query.shape[1] // key.shape[1], torch.arange(whole, device=query.device)
     means = [x[:, :, : whole * BLOCK_SIZE].float().unflatten(2, (whole, BLOCK_SIZE)).mean(3) for x in (key, value)]
     joined = out.to(torch.float32, copy=True)
     # a head at a time: scores of all would take 12 times as much
     for head in range(query.shape[1]):
-        keys, values = (x[0, head // per_key] for x in means)
+        keys, values = (x[0, head // queries_per_kv] for x in means)
         q_block = torch.arange(keep.shape[2], device=query.device)[:, None]
         skipped = (~keep[0, head, :, :whole] & (number < q_block)).repeat_interleave(BLOCK_SIZE, 0)[:tokens]
         scores = (query[0, head].float() @ keys.T * scale + math.log(BLOCK_SIZE)).masked_fill(~skipped, -math.inf)

@@ -20,8 +20,8 @@ from flexmask.flex.backend import chosen_backend
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.run import run_flex_attention
-from flexmask.prepared_selection import prepare_selection
-from flexmask.select import select_blocks
+from flexmask.selection.prepare import prepare_selection
+from flexmask.selection.select import select_blocks
 
 _NUMBERS = itertools.count()
 # tokens whose logits are held at a time

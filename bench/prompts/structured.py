@@ -27,11 +27,11 @@ CHUNK = 65536
 _POSITION_DIMS = 32
 _TOPIC_DIMS = 64
 _HEAVY_DIM, _SINK_DIM = 32, 33
-_LEAST_HEAD_DIM = _SINK_DIM + 1 + _TOPIC_DIMS
+_MIN_HEAD_DIM = _SINK_DIM + 1 + _TOPIC_DIMS
 _MASS = 0.99  # share of a row's attention that goes to its recipe; the rest spreads over all keys
 # A head is query-aware if its block means predict its last rows. They err on the diagonal block, which is half visible,
 # by about 0.2 / sqrt(blocks per topic) in Jensen-Shannon distance. With eight blocks that is 0.07, below the default tau of 0.1.
-_LEAST_TOPIC_BLOCKS = 8
+_MIN_TOPIC_BLOCKS = 8
 
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -89,8 +89,8 @@ def structured_prompt(
     tuple of Tensor
         query (1, num_heads, length, head_dim), key and value (1, num_kv_heads, length, head_dim).
     """
-    if head_dim < _LEAST_HEAD_DIM:
-        raise ValueError(f"head_dim must be >= {_LEAST_HEAD_DIM}, to fit positions and topics; got {head_dim}")
+    if head_dim < _MIN_HEAD_DIM:
+        raise ValueError(f"head_dim must be >= {_MIN_HEAD_DIM}, to fit positions and topics; got {head_dim}")
     generator = torch.Generator(device).manual_seed(seed)
     per_group = num_heads // num_kv_heads
 
@@ -129,7 +129,7 @@ def _group(length: int, density: float, block_size: int, rounding: float, genera
     # a heavy key costs one key block and two block diagonals, since its offsets span a whole block of rows
     num_heavy = min(blocks, max(1, int(density * blocks / 2.6 + rounding)))
     num_bands = max(1, int(density * blocks / 26 + rounding))
-    num_topics = max(1, min(int(0.92 / density + rounding), blocks // _LEAST_TOPIC_BLOCKS))
+    num_topics = max(1, min(int(0.92 / density + rounding), blocks // _MIN_TOPIC_BLOCKS))
     heavy_blocks = uniform(blocks).argsort()[:num_heavy]
     heavy = (heavy_blocks * block_size + (uniform(num_heavy) * block_size).long()).clamp(max=length - 1)
     offsets = (uniform(num_bands) ** 2 * length * 0.8).long()

@@ -13,13 +13,13 @@ from bench.ruler_model.vocabulary import FIRST_VALUE, NUM_VALUES
 COMMON_WORDS, FREQUENT_WORDS = 4, 3
 TOKENS_A_WORD = 16
 _TIMES = 10
-_MOST_WORDS = 1000
+_MAX_WORDS = 1000
 _RANKS = 1024
 
 
 def other_words(num_tokens: int) -> int:
     """Uncommon words in a list of ``COMMON``: RULER's number at that length, at most 1,000."""
-    return min(max(num_tokens // TOKENS_A_WORD, 8), _MOST_WORDS)
+    return min(max(num_tokens // TOKENS_A_WORD, 8), _MAX_WORDS)
 
 
 def draw_ranks(num_words: int, others: Tensor, is_common: Tensor, generator: torch.Generator) -> Tensor:
@@ -34,8 +34,8 @@ def draw_ranks(num_words: int, others: Tensor, is_common: Tensor, generator: tor
     often = COMMON_WORDS * _TIMES
     of_common = draw * (often + others[:, None])
     ranks = (of_common / _TIMES).long().where(of_common < often, COMMON_WORDS + (of_common - often).long())
-    shares = torch.arange(1, _MOST_WORDS + 1, device=device, dtype=torch.float64) ** -2
-    zeta = torch.searchsorted((shares / shares.sum()).cumsum(0), draw).clamp(max=_MOST_WORDS - 1)
+    shares = torch.arange(1, _MAX_WORDS + 1, device=device, dtype=torch.float64) ** -2
+    zeta = torch.searchsorted((shares / shares.sum()).cumsum(0), draw).clamp(max=_MAX_WORDS - 1)
     return ranks.where(is_common[:, None], zeta)
 
 

@@ -20,14 +20,14 @@ from flexmask.flex.backend import flash_available
 from flexmask.flex.block_mask import block_mask
 from flexmask.flex.run import run_flex_attention
 from flexmask.method import method_of
-from flexmask.prepared_selection import prepare_selection
-from flexmask.select import select_blocks
+from flexmask.selection.prepare import prepare_selection
+from flexmask.selection.select import select_blocks
 
 BACKENDS = ("flash", "triton") if ON_GPU and flash_available() else ("triton",) if ON_GPU else ("cpu",)
 # the option that decides how many blocks a method keeps
 KNOBS = {"hybrid": "gamma", "flexprefill": "gamma", "published": "gamma", "random_blocks": "density"}
 _CLOSE_ENOUGH = 0.003
-_MOST_MASKS = 16
+_MAX_MASKS = 16
 
 
 def dense_calls(tensors: Tensors) -> dict[str, Call]:
@@ -80,7 +80,7 @@ def density(tensors: Tensors, method: str, options: dict[str, Any]) -> float:
     kept, of = 0.0, 0
     for group in chosen.groups(inputs, DEFAULT_MASK_BYTES):
         part = inputs.slice_heads(group)
-        lists = select_blocks(prepare_selection(chosen.slice_heads(group.query), part), part).lists
+        lists = select_blocks(prepare_selection(chosen.slice_heads(group.query_heads), part), part).lists
         kept += float((lists.kv_num_blocks + lists.full_kv_num_blocks).sum())
         blocks = lists.kv_num_blocks.shape[-1]
         of += lists.kv_num_blocks.numel() * (blocks + 1) // 2
@@ -94,7 +94,7 @@ def at_density(tensors: Tensors, method: str, wanted: float, **options: Any) -> 
     # density grows with the knob, most of all close to 1
     low, high = math.log(1 - 1e-3), math.log(1e-7)
     found: list[tuple[float, dict[str, Any], float]] = []
-    while len(found) < _MOST_MASKS and all(off > _CLOSE_ENOUGH for off, _, _ in found):
+    while len(found) < _MAX_MASKS and all(off > _CLOSE_ENOUGH for off, _, _ in found):
         middle = (low + high) / 2
         tried = {**by_knob, **options, KNOBS[method]: 1 - math.exp(middle)}
         kept = density(tensors, method, tried)

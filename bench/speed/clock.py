@@ -18,8 +18,8 @@ Call = Callable[[], Any]
 Name = TypeVar("Name")
 ROUNDS = 9 if ON_GPU else 3
 # calls in a row before one wait for the device
-MOST_CALLS = 10 if ON_GPU else 1
-# seconds a round of calls should last, within 1 to MOST_CALLS calls
+MAX_CALLS = 10 if ON_GPU else 1
+# seconds a round of calls should last, within 1 to MAX_CALLS calls
 _ROUND = 0.1
 
 
@@ -101,7 +101,7 @@ def in_turns(calls: Mapping[Name, Call], rounds: int = ROUNDS) -> dict[Name, flo
     for name, call in calls.items():
         try:
             seconds(call)
-            repeats[name] = min(MOST_CALLS, max(1, int(_ROUND / seconds(call))))
+            repeats[name] = min(MAX_CALLS, max(1, int(_ROUND / seconds(call))))
         except Exception as error:
             found[name] = text_of(error)
     taken: dict[Name, list[float]] = {name: [] for name in repeats}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import ON_GPU
-from bench.speed.clock import MOST_CALLS, Call, device_name, synchronize
+from bench.speed.clock import MAX_CALLS, Call, device_name, synchronize
 from bench.tables import text_table, thousands
 
 _ROUNDS = 10 if ON_GPU else 5
@@ -18,7 +18,7 @@ ROWS: list[dict[str, Any]] = []
 
 @pytest.fixture
 def timed(benchmark: Any) -> Callable[..., None]:
-    """A function that times a warm call; a round is `MOST_CALLS` calls with one wait at the end."""
+    """A function that times a warm call; a round is `MAX_CALLS` calls with one wait at the end."""
 
     def time(call: Call, /, **info: Any) -> None:
         made = 0
@@ -27,11 +27,11 @@ def timed(benchmark: Any) -> Callable[..., None]:
             nonlocal made
             call()
             made += 1
-            if made % MOST_CALLS == 0:
+            if made % MAX_CALLS == 0:
                 synchronize()
 
         with torch.no_grad():
-            benchmark.pedantic(each, rounds=_ROUNDS, iterations=MOST_CALLS, warmup_rounds=1)
+            benchmark.pedantic(each, rounds=_ROUNDS, iterations=MAX_CALLS, warmup_rounds=1)
         median = float(benchmark.stats.stats.median) * 1e3
         benchmark.extra_info.update(info, median_ms=median, device=device_name(), torch=torch.__version__)
         ROWS.append({**info, "ms": median})

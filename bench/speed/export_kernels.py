@@ -47,7 +47,7 @@ def problem(q_len: int, kv_len: int, heads: tuple[int, int], head_dim: int) -> T
 
 
 def random_mask(q_len: int, kv_len: int, heads: tuple[int, int], density: float) -> BlockMask:
-    """A mask with one pattern per key head, as FlashInfer demands, for all query heads."""
+    """A mask with one pattern per KV head, as FlashInfer demands, for all query heads."""
     random = torch.Generator(_DEVICE).manual_seed(1)
     rows, columns = -(-q_len // _BLOCK), -(-kv_len // _BLOCK)
     first = kv_len - q_len + torch.arange(rows, device=_DEVICE) * _BLOCK
@@ -127,10 +127,10 @@ def by_flex(tensors: Tensors, mask: BlockMask, backend: str) -> clock.Call:
 
 def makers(tensors: Tensors, mask: BlockMask, only: Sequence[str]) -> dict[str, Callable[[], clock.Call]]:
     """A function that makes the call, by kernel."""
-    key_heads, head_dim = tensors[1].shape[1], tensors[0].shape[-1]
+    kv_heads, head_dim = tensors[1].shape[1], tensors[0].shape[-1]
 
     def flashinfer(backend: str) -> clock.Call:
-        return by_flashinfer(tensors, to_flashinfer(mask, key_heads, merge_heads=True), backend)
+        return by_flashinfer(tensors, to_flashinfer(mask, kv_heads, merge_heads=True), backend)
 
     every: dict[str, Callable[[], clock.Call]] = {
         "flashinfer-fa3": lambda: flashinfer("fa3"),
@@ -146,11 +146,11 @@ def makers(tensors: Tensors, mask: BlockMask, only: Sequence[str]) -> dict[str, 
 
 def faults(tensors: Tensors, mask: BlockMask, only: Sequence[str]) -> dict[str, Callable[[], clock.Call]]:
     """Wrong exports: an index off by one, and the diagonal taken for a full block."""
-    key_heads, head_dim = tensors[1].shape[1], tensors[0].shape[-1]
+    kv_heads, head_dim = tensors[1].shape[1], tensors[0].shape[-1]
     found: dict[str, Callable[[], clock.Call]] = {}
     for backend in ("fa3", "fa2"):
         if f"flashinfer-{backend}" in only:
-            blocks = to_flashinfer(mask, key_heads, merge_heads=True)
+            blocks = to_flashinfer(mask, kv_heads, merge_heads=True)
             moved = blocks.block_mask_map.clone()
             moved[:, -1, :-2] = moved[:, -1, :-2].roll(1, -1)
             found[f"flashinfer-{backend}, index off by one"] = functools.partial(

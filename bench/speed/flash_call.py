@@ -100,7 +100,9 @@ def main() -> None:
             pairs.append(
                 {
                     "last rows dense": partial(flash_attention, inputs, last_dense.lists, _BLOCK),
-                    f"last rows in {last.parts} parts": partial(flash_attention, inputs, last_dense.lists, _BLOCK, last=last),
+                    f"last rows in {last.parts} parts": partial(
+                        flash_attention, inputs, last_dense.lists, _BLOCK, last_rows=last
+                    ),
                 }
             )
         for ways in pairs:

@@ -79,7 +79,7 @@ SHAPES = {
 }
 if not ON_GPU:
     SHAPES = {"small": Shape(4, 2, 128, 128)}
-_LEAST_STRUCTURED = 98  # head_dim of the structured workload
+_MIN_STRUCTURED = 98  # head_dim of the structured workload
 _ROUNDS = 5 if ON_GPU else 1
 
 
@@ -127,7 +127,7 @@ def prompt(shape: Shape, tokens: int) -> Tensors:
     """Structured queries and keys where the heads are wide enough, else noise: the mask decides the time, not the numbers."""
     device, dtype = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
     heads: dict[str, Any] = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    if shape.head_dim >= _LEAST_STRUCTURED:
+    if shape.head_dim >= _MIN_STRUCTURED:
         query, key, value = structured_prompt(tokens, 0.2, device=device, dtype=dtype, **heads)
         return query, key, value[..., : shape.v_head_dim].contiguous()
     random = torch.Generator(device).manual_seed(0)

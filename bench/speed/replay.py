@@ -23,7 +23,7 @@ _WARM_UP = 3  # forward passes
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=12, help="query heads (12)")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key heads (2)")
+    parser.add_argument("--kv-heads", type=int, default=2, help="KV heads (2)")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--rows", type=int, default=8192, help="of a chunk (8,192)")
     parser.add_argument("--keys", type=int, default=32768, help="tokens so far (32,768)")

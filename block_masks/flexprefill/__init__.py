@@ -15,7 +15,7 @@ from flexmask.base.option_checks import check_max_budget
 from flexmask.base.selection import Choice, ChosenBlocks
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.flexprefill import plain
-from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share, word
+from flexmask.mask_function import BlockProblem, ByHead, Method, choice_option, count_option, mask_function, share_option
 
 if HAS_TRITON:
     from flexmask.block_masks.flexprefill import kernels
@@ -95,8 +95,8 @@ class FlexPrefill(Method):
     On CUDA it launches Triton kernels, on other accelerators torch compiles it, on CPUs it runs uncompiled; these may resolve
     ties differently. ``torch.compile(fullgraph=True)`` can trace it. Gradients do not flow through a mask.
 
-    flex_attention multiplies hidden values within partial blocks by 0, which lets NaN through; `flexmask.sparse_attention`
-    replaces them.
+    Within a partial block flex_attention multiplies hidden values by 0, so a NaN among them reaches the block's rows.
+    `flexmask.sparse_attention` zeroes the values of padding and unused keys, not those that causality or a window hides.
 
     Examples
     --------
@@ -110,13 +110,13 @@ class FlexPrefill(Method):
     has_kernels = True
 
     gamma: ByHead = 0.95
-    tau: float = share(0.1, "[0, 1]")
+    tau: float = share_option(0.1, "[0, 1]")
     _: KW_ONLY
-    min_budget: int = count(1024, 0, "tokens")
+    min_budget: int = count_option(1024, 0, "tokens")
     max_budget: int | None = None
-    query_aware: str = word("flatten", "per_query")
-    pattern_queries: str = word("last", "middle")
-    index_queries: str = word("last", "middle")
+    query_aware: str = choice_option("flatten", "per_query")
+    pattern_queries: str = choice_option("last", "middle")
+    index_queries: str = choice_option("last", "middle")
 
     def select(self, problem: BlockProblem) -> Choice:
         shared_steps, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))

@@ -23,7 +23,7 @@ def _estimate_kernel(
     representative, kv_edges,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_heads, num_kv_blocks, max_distance,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, PER_KEY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES_PER_KV: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -48,8 +48,8 @@ def _estimate_kernel(
         m_visible = (o_kv[:, None] == b_own) | ((o_kv[:, None] < b_own) & (b_position - b_last_key < max_distance))
         b_seen = tl.maximum(b_seen, tl.max((m_visible & (o_row >= 0)[None, :]).to(tl.int32), 1))
     b_mean = b_total / tl.maximum(num_rows, 1).to(tl.float32)
-    key_head = batch * (num_heads // PER_KEY) + (head % num_heads) // PER_KEY
-    p_k = key_means + (key_head * num_kv_blocks + o_kv)[:, None] * HEAD_DIM + o_dim[None, :]
+    kv_head = batch * (num_heads // QUERIES_PER_KV) + (head % num_heads) // QUERIES_PER_KV
+    p_k = key_means + (kv_head * num_kv_blocks + o_kv)[:, None] * HEAD_DIM + o_dim[None, :]
     b_k = tl.load(p_k, mask=(o_kv < num_kv_blocks)[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
     b_score = tl.where(b_seen != 0, tl.sum(b_k * b_mean[None, :], 1), float("-inf"))
     tl.store(estimate + head * num_kv_blocks + o_kv, b_score, mask=o_kv < num_kv_blocks)
@@ -63,10 +63,10 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, representative: T
     num_kv_heads, blocks = key_means.shape[1], key_means.shape[2]
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
-        query, key_means, representative, problem.edges.kv_edges, estimate, *query.stride(), num_heads, blocks,
+        query, key_means, representative, problem.kernel_geometry.kv_edges, estimate, *query.stride(), num_heads, blocks,
         inputs.max_distance,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        ROWS=min(64, block_size & -block_size), PER_KEY=num_heads // num_kv_heads, TILE=32,
+        ROWS=min(64, block_size & -block_size), QUERIES_PER_KV=num_heads // num_kv_heads, TILE=32,
     )  # fmt: skip
     return estimate
 
@@ -150,17 +150,17 @@ def pattern_and_lines(
     min_lines: int, max_lines: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
-    edges, inputs, block_size, representative = problem.edges, problem.inputs, problem.block_size, pattern.rows
-    lines = line_mass(index, edges)
+    geometry, inputs, block_size, representative = problem.kernel_geometry, problem.inputs, problem.block_size, pattern.rows
+    lines = line_mass(index, geometry)
     # the first half: V
-    vertical = lines if pattern is index else line_mass(pattern, edges)
+    vertical = lines if pattern is index else line_mass(pattern, geometry)
     estimate = estimated_scores(problem, key_means, representative)
     _, batch, num_heads, blocks = lines.shape
     is_query_aware = lines.new_empty((batch, num_heads), dtype=torch.bool)
     distance = lines.new_empty((batch, num_heads))
     kept = lines.new_empty(lines.shape, dtype=torch.int8)
     _pattern_kernel[(2, batch * num_heads)](
-        estimate, vertical, representative, edges.kv_edges, lines, gamma,
+        estimate, vertical, representative, geometry.kv_edges, lines, gamma,
         tau if isinstance(tau, Tensor) else torch.zeros_like(gamma[0]), is_query_aware, distance, kept,
         num_heads, blocks, blocks + 1 if max_lines is None else max_lines, min_lines, inputs.scale,
         1.0 if inputs.softcap is None else inputs.softcap,

@@ -211,7 +211,7 @@ def _chosen_kernel(
 def top_p_map(problem: BlockProblem, values: Tensor, active: Tensor, gamma: Tensor) -> Tensor:
     """Each active head's heaviest blocks of `pooled_map` up to gamma of the sum; of equal ones the first. int8, as written."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    heads, q_edges, block_size = batch * num_heads, problem.edges.q_edges, problem.block_size
+    heads, q_edges, block_size = batch * num_heads, problem.kernel_geometry.q_edges, problem.block_size
     sizes = (num_heads, num_q_blocks, num_kv_blocks)
     chosen = values.new_empty(values.shape, dtype=torch.int8)
     if num_q_blocks * num_kv_blocks <= SMALL_MAP:
@@ -258,7 +258,7 @@ def _rows_kernel(
 def top_p_rows(problem: BlockProblem, values: Tensor, active: Tensor, share: Tensor, max_blocks: int | None) -> Tensor:
     """As `top_p_map`, but of each row, up to `share`, (num_heads,), of the row's sum, at most `max_blocks`."""
     batch, num_heads, num_q_blocks, num_kv_blocks = values.shape
-    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.edges.q_edges
+    chosen, q_edges = values.new_empty(values.shape, dtype=torch.int8), problem.kernel_geometry.q_edges
     _rows_kernel[(num_q_blocks, batch * num_heads)](
         values, active, q_edges, share, chosen, num_heads, num_q_blocks, num_kv_blocks,
         num_kv_blocks + 1 if max_blocks is None else max_blocks,

@@ -43,7 +43,7 @@ def _pooled_map_kernel(
     q_means, k_means, active, q_edges, kv_edges,
     values,  # float32
     num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance, scale, softcap,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, PER_KEY: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERIES_PER_KV: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     # the interpreter passes Python's floats as they are
@@ -62,8 +62,8 @@ def _pooled_map_kernel(
         b_end = tl.where(m_q, b_end, 0)
         end = tl.max(b_end, 0)
         p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
-        key_head = batch * (num_heads // PER_KEY) + (head % num_heads) // PER_KEY
-        p_k_means = k_means + key_head * num_kv_blocks * HEAD_DIM
+        kv_head = batch * (num_heads // QUERIES_PER_KV) + (head % num_heads) // QUERIES_PER_KV
+        p_k_means = k_means + kv_head * num_kv_blocks * HEAD_DIM
         b_q = tl.load(
             q_means + (head * num_q_blocks + o_q)[:, None] * HEAD_DIM + o_dim[None, :],
             mask=m_q[:, None] & (o_dim < HEAD_DIM)[None, :],
@@ -99,16 +99,16 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
 
     Unwritten in inactive heads, and in each row past the key block of the query block's last row.
     """
-    inputs, edges, means = problem.inputs, problem.edges, query_means(problem, active)
+    inputs, geometry, means = problem.inputs, problem.kernel_geometry, query_means(problem, active)
     batch, num_heads, num_q_blocks, head_dim = means.shape
     num_kv_heads, num_kv_blocks = key_means.shape[1], key_means.shape[2]
     values = means.new_empty((batch, num_heads, num_q_blocks, num_kv_blocks))
     padded_dim = max(16, next_power_of_2(head_dim))
     _pooled_map_kernel[(cdiv(num_q_blocks, _ROWS), batch * num_heads)](
-        means, key_means, active, edges.q_edges, edges.kv_edges, values, num_heads, num_q_blocks, num_kv_blocks,
+        means, key_means, active, geometry.q_edges, geometry.kv_edges, values, num_heads, num_q_blocks, num_kv_blocks,
         inputs.key.shape[2], inputs.max_distance, inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=problem.block_size, PER_KEY=num_heads // num_kv_heads, ROWS=_ROWS,
-        COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=inputs.softcap is not None,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=problem.block_size, QUERIES_PER_KV=num_heads // num_kv_heads,
+        ROWS=_ROWS, COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=inputs.softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
         HAS_TF32=torch.version.hip is None, num_warps=4,
         # shared memory of consumer GPUs

@@ -16,7 +16,7 @@ from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
 from flexmask.block_masks.hybrid.plain import RowChoice, Rule
-from flexmask.mask_function import BlockProblem, ByHead, Method, count, mask_function, share
+from flexmask.mask_function import BlockProblem, ByHead, Method, count_option, mask_function, share_option
 
 if HAS_TRITON:
     from flexmask.block_masks.hybrid import kernels
@@ -27,7 +27,7 @@ RULE = Rule()
 class _Steps(Protocol):
     """The method's own steps: `plain` or `kernels`."""
 
-    def key_blocks(self, problem: BlockProblem, last: Any, gamma: Any, multiple: float, /) -> Tensor: ...
+    def key_blocks(self, problem: BlockProblem, mass: Any, gamma: Any, multiple: float, /) -> Tensor: ...
     def row_blocks(
         self, problem: BlockProblem, row_stride: int, gamma: Any, multiple: float, min_coverage: Number, /
     ) -> RowChoice: ...
@@ -88,9 +88,9 @@ class Hybrid(Method):
 
     gamma: ByHead = 0.9
     _: KW_ONLY
-    min_budget: int = count(256, 0, "tokens")
+    min_budget: int = count_option(256, 0, "tokens")
     row_stride: int = 8
-    min_coverage: float = share(0.5, "[0, 1]")
+    min_coverage: float = share_option(0.5, "[0, 1]")
     last_rows_dense: bool = True
 
     def select(self, problem: BlockProblem) -> Choice:
@@ -98,14 +98,14 @@ class Hybrid(Method):
         own_steps: _Steps = kernels if problem.by_kernels else plain
 
         # the last rows: true attention, and the key blocks kept of it
-        last = shared_steps.representative_mass(problem, "last", with_diagonals=False)
-        key_blocks = own_steps.key_blocks(problem, last, self.gamma, RULE.last_row_multiple)
+        last_mass = shared_steps.representative_mass(problem, "last", with_diagonals=False)
+        key_blocks = own_steps.key_blocks(problem, last_mass, self.gamma, RULE.last_row_multiple)
 
         # all rows: attention to key means, and the blocks kept of it
         row_choice = own_steps.row_blocks(problem, self.row_stride, self.gamma, RULE.row_multiple, self.min_coverage)
 
         lists, keep = shared_steps.kept_blocks(
-            problem, key_blocks, row_choice.blocks, nearest, last if self.last_rows_dense else None
+            problem, key_blocks, row_choice.blocks, nearest, last_mass if self.last_rows_dense else None
         )
         covered: list[Tensor] = []
 
@@ -119,9 +119,9 @@ class Hybrid(Method):
             keep,
             {
                 "num_vertical_blocks": lambda _: key_blocks[0].sum(-1),
-                "coverage": lambda keep: shared_steps.coverage(problem, last, keep),
+                "coverage": lambda keep: shared_steps.coverage(problem, last_mass, keep),
                 "row_coverage": lambda keep: row_coverage(keep, 0),
-                "least_row_coverage": lambda keep: row_coverage(keep, 1),
+                "min_row_coverage": lambda keep: row_coverage(keep, 1),
             },
         )
 
@@ -135,7 +135,7 @@ class Hybrid(Method):
     def keeps_every_block(self) -> bool:
         return bool(self.gamma == 1)
 
-    def keeps_last_rows(self) -> bool:
+    def last_rows_are_dense(self) -> bool:
         # a subclass may choose otherwise
         return self.last_rows_dense and type(self).select is Hybrid.select
 

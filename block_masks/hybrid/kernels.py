@@ -36,7 +36,7 @@ def _read(gamma: Number, problem: BlockProblem) -> tuple[Tensor, int, bool]:
     """Gamma as kernels read it: a tensor by head, or the bits of a float64."""
     if isinstance(gamma, Tensor):
         return gamma, 0, True
-    return problem.edges.max_seen, struct.unpack("q", struct.pack("d", gamma))[0], False
+    return problem.kernel_geometry.max_seen, struct.unpack("q", struct.pack("d", gamma))[0], False
 
 
 @kernel
@@ -64,15 +64,15 @@ def _key_blocks_kernel(
     tl.store(kept + head * num_kv_blocks + o_kv, m_keep.to(tl.int8), mask=m_kv)
 
 
-def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Number, multiple: float) -> Tensor:
+def key_blocks(problem: BlockProblem, mass: RepresentativeMass, gamma: Number, multiple: float) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.key_blocks`, int8; a number holds for all heads."""
-    batch, num_heads, blocks, block_size, _ = last.sums.shape
-    kept = last.sums.new_empty((1, batch, num_heads, blocks), dtype=torch.int8)
-    by_head, bits, is_read = _read(gamma, problem)
+    batch, num_heads, blocks, block_size, _ = mass.sums.shape
+    kept = mass.sums.new_empty((1, batch, num_heads, blocks), dtype=torch.int8)
+    geometry, (by_head, bits, is_read) = problem.kernel_geometry, _read(gamma, problem)
     _key_blocks_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        last.sums, last.norms, last.rows, problem.edges.kv_edges, problem.edges.max_seen, by_head, bits, kept, num_heads, blocks,
+        mass.sums, mass.norms, mass.rows, geometry.kv_edges, geometry.max_seen, by_head, bits, kept, num_heads, blocks,
         MULTIPLE=float(multiple), BY_HEAD=is_read, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
-        TILE=LINES_PER_PROGRAM, NUM_SUMS=last.sums.shape[4],
+        TILE=LINES_PER_PROGRAM, NUM_SUMS=mass.sums.shape[4],
     )  # fmt: skip
     return kept
 
@@ -168,7 +168,7 @@ def row_blocks(problem: BlockProblem, row_stride: int, gamma: Number, multiple: 
     by_head, bits, gamma_is_read = _read(gamma, problem)
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, num_sampled, problem.edges.q_edges, problem.edges.max_seen, by_head, bits, chosen,
+        squares, num_sampled, problem.kernel_geometry.q_edges, problem.kernel_geometry.max_seen, by_head, bits, chosen,
         min_coverage if is_read else num_sampled, num_heads, num_q_blocks, num_kv_blocks, problem.inputs.max_distance,
         0.0 if is_read else float(min_coverage),
         MULTIPLE=float(multiple), BY_HEAD=gamma_is_read, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,

@@ -36,12 +36,12 @@ def threshold_unit(problem: BlockProblem, gamma: Tensor) -> Tensor:
     return (1 - gamma) / problem.max_blocks_seen().unsqueeze(-1).clamp(min=1)
 
 
-def key_blocks(problem: BlockProblem, last: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:
+def key_blocks(problem: BlockProblem, mass: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:
     """Key blocks to which one of the last rows gives at least `multiple` units, (1, batch, num_heads, num_kv_blocks) bool.
 
     NaN reaches every threshold.
     """
-    largest = torch.where(last.rows.valid[:, None, :, None], last.lines.by_row, 0.0).amax(2)
+    largest = torch.where(mass.rows.valid[:, None, :, None], mass.lines.by_row, 0.0).amax(2)
     threshold = (multiple * threshold_unit(problem, gamma)).float()
     return (~(largest < threshold.unsqueeze(-1)) & candidate_lines(problem.visibility)[0].unsqueeze(1)).unsqueeze(0)
 

@@ -25,22 +25,22 @@ _COLUMNS = 32
 def _scores(
     b_q, means, first_kv, p_last_valid_key, p_count, b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, to_log2,
     softcap, IS_EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HALVES: tl.constexpr, HAS_TF32: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MEAN_PARTS: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Scores of rows with the means of COLUMNS key blocks, which `to_log2` takes to powers of two, and the key blocks.
 
     With IS_EDGE they hold the logarithm of the valid share of keys, -inf where unseen; else every row sees every key.
     """
     o_kv = first_kv + tl.arange(0, COLUMNS)
-    # the halves of a mean are neighbours: one product of both
-    o_half = (first_kv * HALVES + tl.arange(0, COLUMNS * HALVES))[None, :]
-    p_means = means + o_half * HEAD_DIM + o_dim[:, None]
+    # the high and low parts of a mean are neighbours: one product of both
+    o_part = (first_kv * MEAN_PARTS + tl.arange(0, COLUMNS * MEAN_PARTS))[None, :]
+    p_means = means + o_part * HEAD_DIM + o_dim[:, None]
     if IS_EDGE or HEAD_DIM != PADDED_DIM:
-        b_k = tl.load(p_means, mask=(o_half < num_kv_blocks * HALVES) & (o_dim < HEAD_DIM)[:, None], other=0.0)
+        b_k = tl.load(p_means, mask=(o_part < num_kv_blocks * MEAN_PARTS) & (o_dim < HEAD_DIM)[:, None], other=0.0)
     else:
         b_k = tl.load(p_means)
     b_score = tl.dot(b_q, b_k, input_precision="tf32x3" if HAS_TF32 else "ieee")
-    if HALVES == 2:
+    if MEAN_PARTS == 2:
         b_score = tl.sum(tl.reshape(b_score, (b_score.shape[0], COLUMNS, 2)), 2)
     if HAS_SOFTCAP:
         b_score = soft_capped(b_score * scale, softcap)
@@ -59,7 +59,7 @@ def _scores(
 def _evidence_kernel(
     query,
     means,  # from split_key_means
-    mask,  # (batch, kv_len) bool, read if PADDED
+    mask,  # (batch, kv_len) bool, read if HAS_ATTENTION_MASK
     q_edges, kv_edges,
     squares,  # map, float32, written unless MEASURE: sums over sampled rows, in blocks that one of a program's rows may see
     num_sampled,  # (batch, num_heads, num_q_blocks) int32, written unless MEASURE: sampled rows
@@ -67,24 +67,25 @@ def _evidence_kernel(
     in_kept,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_kv_heads, q_len, kv_len, num_q_blocks,
     num_kv_blocks, max_distance, scale, softcap,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr, PER_KEY: tl.constexpr,
-    HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HALVES: tl.constexpr, HAS_TF32: tl.constexpr, PADDED: tl.constexpr, MEASURE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    QUERIES_PER_KV: tl.constexpr, HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MEAN_PARTS: tl.constexpr, HAS_TF32: tl.constexpr,
+    HAS_ATTENTION_MASK: tl.constexpr, MEASURE: tl.constexpr,
 ):  # fmt: skip
     # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
-    PARTS: tl.constexpr = (PER_KEY + HEADS - 1) // HEADS
+    PARTS: tl.constexpr = (QUERIES_PER_KV + HEADS - 1) // HEADS
     MAP_ROWS: tl.constexpr = Q_BLOCKS * HEADS
     # long rows first
     first_q_block = (tl.num_programs(0) - 1 - tl.program_id(0)) * Q_BLOCKS
-    key_head = (tl.program_id(1) // PARTS).to(tl.int64)
+    kv_head = (tl.program_id(1) // PARTS).to(tl.int64)
     first_head_of_key = (tl.program_id(1) % PARTS) * HEADS
-    batch = key_head // num_kv_heads
+    batch = kv_head // num_kv_heads
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks)
     p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
-    p_means = means + key_head * num_kv_blocks * HALVES * HEAD_DIM
+    p_means = means + kv_head * num_kv_blocks * MEAN_PARTS * HEAD_DIM
 
     # rows: query blocks, heads, sampled rows
     o_lane = tl.arange(0, MAP_ROWS * ROWS)
@@ -93,12 +94,12 @@ def _evidence_kernel(
     o_head_of_row = first_head_of_key + (o_lane // ROWS) % HEADS
     o_slot = (o_lane % ROWS) * ROW_STRIDE
     o_row = o_q_of_row * BLOCK_SIZE + o_slot
-    m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < PER_KEY)
+    m_row = (o_slot < BLOCK_SIZE) & (o_row < q_len) & (o_head_of_row < QUERIES_PER_KV)
     b_position = tl.load(p_q_edges + num_q_blocks + o_q_of_row, mask=m_row, other=0) + o_slot
-    if PADDED:
+    if HAS_ATTENTION_MASK:
         m_row = m_row & (tl.load(mask + batch * kv_len + b_position, mask=m_row, other=0) != 0)
     p_query = query + batch * query_stride_batch
-    p_query += ((key_head % num_kv_heads) * PER_KEY + o_head_of_row)[:, None] * query_stride_head
+    p_query += ((kv_head % num_kv_heads) * QUERIES_PER_KV + o_head_of_row)[:, None] * query_stride_head
     p_query += o_row[:, None].to(tl.int64) * query_stride_token + o_dim[None, :].to(tl.int64) * query_stride_dim
     b_q = tl.load(p_query, mask=m_row[:, None] & (o_dim < HEAD_DIM)[None, :], other=0.0)
 
@@ -106,17 +107,17 @@ def _evidence_kernel(
     o_map_row = tl.arange(0, MAP_ROWS)
     o_q = first_q_block + o_map_row // HEADS
     o_head = first_head_of_key + o_map_row % HEADS
-    m_map_row = (o_q < num_q_blocks) & (o_head < PER_KEY)
+    m_map_row = (o_q < num_q_blocks) & (o_head < QUERIES_PER_KV)
     b_num_sampled = tl.sum(tl.reshape(m_row.to(tl.int32), (MAP_ROWS, ROWS)), 1)
     b_end = tl.where(m_map_row, tl.load(p_q_edges + o_q, mask=m_map_row, other=0) // BLOCK_SIZE + 1, 0)
-    o_out = (key_head * PER_KEY + o_head) * num_q_blocks + o_q
+    o_out = (kv_head * QUERIES_PER_KV + o_head) * num_q_blocks + o_q
     first_row = tl.load(p_q_edges + num_q_blocks + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
     begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.max(b_end, 0) - begin, COLUMNS)
     # inner tiles: key blocks that are whole, before every row and in every row's window
     whole_end = first_row // BLOCK_SIZE
-    if PADDED | (tl.min((m_row | (o_head_of_row >= PER_KEY)).to(tl.int32), 0) == 0):
+    if HAS_ATTENTION_MASK | (tl.min((m_row | (o_head_of_row >= QUERIES_PER_KV)).to(tl.int32), 0) == 0):
         whole_end = 0
     whole_begin = tl.cdiv(tl.maximum(last_row - max_distance + 1, 0), BLOCK_SIZE)
     first_inner = tl.minimum(tl.cdiv(tl.maximum(whole_begin - begin, 0), COLUMNS), tiles)
@@ -137,7 +138,8 @@ def _evidence_kernel(
                 b_score, o_kv = _scores(
                     b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
                     num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
-                    PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HALVES=HALVES, HAS_TF32=HAS_TF32,
+                    PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, MEAN_PARTS=MEAN_PARTS,
+                    HAS_TF32=HAS_TF32,
                 )  # fmt: skip
                 if is_second:
                     b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])
@@ -167,7 +169,7 @@ def squares_of_shares(problem: BlockProblem, means: Tensor, row_stride: int) -> 
     The map is written where these rows may see. `means` are of keys, from `split_key_means`.
     """
     batch, num_heads, _, _ = problem.inputs.query.shape
-    num_sampled = means.new_empty((batch, num_heads, problem.edges.q_edges.shape[2]), dtype=torch.int32)
+    num_sampled = means.new_empty((batch, num_heads, problem.kernel_geometry.q_edges.shape[2]), dtype=torch.int32)
     squares = means.new_empty((*num_sampled.shape, means.shape[2]), dtype=torch.float32)
     _launch(problem, means, row_stride, squares=squares, num_sampled=num_sampled)
     return squares, num_sampled
@@ -181,32 +183,32 @@ def row_coverage(problem: BlockProblem, means: Tensor, row_stride: int, keep: Te
 
 
 def _launch(problem: BlockProblem, means: Tensor, row_stride: int, **tensors: Tensor) -> None:
-    inputs, edges, block_size = problem.inputs, problem.edges, problem.block_size
+    inputs, geometry, block_size = problem.inputs, problem.kernel_geometry, problem.block_size
     query, mask, softcap = inputs.query, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, num_kv_blocks = means.shape[1:3]
-    num_q_blocks, per_key = edges.q_edges.shape[2], num_heads // num_kv_heads
+    num_q_blocks, queries_per_kv = geometry.q_edges.shape[2], num_heads // num_kv_heads
     samples = next_power_of_2(block_size // row_stride)
     padded_dim = max(16, next_power_of_2(head_dim))
     # as many rows as fit into shared memory
     most = min(_ROWS, _QUERY_BYTES // (padded_dim * query.element_size()))
-    heads = min(next_power_of_2(per_key), max(1, most // samples))
+    heads = min(next_power_of_2(queries_per_kv), max(1, most // samples))
     q_blocks = max(1, min(_Q_BLOCKS, most // (samples * heads)))
     rows = max(samples, 16 // (heads * q_blocks))
-    halves = means.shape[3]
+    mean_parts = means.shape[3]
     columns = _COLUMNS if padded_dim <= 256 else _COLUMNS // 2
-    tile_bytes = columns * halves * padded_dim * query.element_size()
+    tile_bytes = columns * mean_parts * padded_dim * query.element_size()
     stages = 3 if tile_bytes <= _TILE_BYTES else 2 if tile_bytes <= 2 * _TILE_BYTES else 1
-    any_tensor = edges.q_edges  # for arguments that a variant does not read
-    _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(per_key, heads))](
-        query, means, any_tensor if mask is None else mask, edges.q_edges, edges.kv_edges,
+    any_tensor = geometry.q_edges  # for arguments that a variant does not read
+    _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(queries_per_kv, heads))](
+        query, means, any_tensor if mask is None else mask, geometry.q_edges, geometry.kv_edges,
         *(tensors.get(name, any_tensor) for name in ("squares", "num_sampled", "keep", "in_kept")),
         *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
         inputs.scale, 1.0 if softcap is None else softcap,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=row_stride, PER_KEY=per_key,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=row_stride, QUERIES_PER_KV=queries_per_kv,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,
-        HAS_SOFTCAP=softcap is not None, HALVES=halves,
+        HAS_SOFTCAP=softcap is not None, MEAN_PARTS=mean_parts,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD
-        HAS_TF32=torch.version.hip is None, PADDED=mask is not None, MEASURE="in_kept" in tensors,
+        HAS_TF32=torch.version.hip is None, HAS_ATTENTION_MASK=mask is not None, MEASURE="in_kept" in tensors,
         num_warps=8 if heads * q_blocks * rows >= _ROWS else 4, num_stages=stages,
     )  # fmt: skip

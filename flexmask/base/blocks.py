@@ -73,12 +73,14 @@ class BlockProblem:
     block_size: int
     steps: Steps
     with_map: bool = True
-    edges: Any = None  # the geometry as kernels read it, `flexmask.kernels.visibility.Edges`; None for plain steps
+    kernel_geometry: Any = (
+        None  # the geometry as kernels read it, `flexmask.kernels.visibility.KernelGeometry`; None for plain steps
+    )
     geometry: BlockGeometry | None = None  # None: computed where it is read
 
     @property
     def by_kernels(self) -> bool:
-        return self.edges is not None
+        return self.kernel_geometry is not None
 
     @property
     def tokens(self) -> TokenValidity:
@@ -116,12 +118,12 @@ class BlockProblem:
 
     def blocks_seen(self) -> Tensor:
         """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int."""
-        return self.visibility.visible.sum(-1) if self.edges is None else self.edges.num_seen
+        return self.visibility.visible.sum(-1) if self.kernel_geometry is None else self.kernel_geometry.num_seen
 
     def max_blocks_seen(self) -> Tensor:
         """Largest number of key blocks that any query block of the whole prompt sees, (batch or 1,) int."""
-        if self.edges is not None:
-            return cast(Tensor, self.edges.max_seen)
+        if self.kernel_geometry is not None:
+            return cast(Tensor, self.kernel_geometry.max_seen)
         inputs, max_seen = self.inputs, self.blocks_seen().amax(-1)
         return max_seen_blocks_in_prompt(max_seen, inputs.end, inputs.prompt_len, self.block_size, inputs.window)
 

@@ -19,12 +19,12 @@ def head_groups(query: Tensor, key: Tensor, at_once: int | None, whole_batch_row
         at_once = batch * num_heads
     elif whole_batch_rows:
         at_once = max(at_once, num_heads)
-    per_key = num_heads // num_kv_heads
+    queries_per_kv = num_heads // num_kv_heads
     rows = _largest_divisor(batch, at_once // num_heads)
-    keys = _largest_divisor(num_kv_heads, at_once // per_key)
-    queries = keys * _largest_divisor(per_key, at_once)
+    keys = _largest_divisor(num_kv_heads, at_once // queries_per_kv)
+    queries = keys * _largest_divisor(queries_per_kv, at_once)
     return [
-        HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // per_key, h // per_key + keys))
+        HeadGroup(slice(b, b + rows), slice(h, h + queries), slice(h // queries_per_kv, h // queries_per_kv + keys))
         for b in range(0, batch, rows)
         for h in range(0, num_heads, queries)
     ]
@@ -46,12 +46,12 @@ def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
 def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
     """Bytes that plain steps take for a head: `by_pair` of blocks, `by_score` of representative rows, copies for block means."""
     (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
-    per_key = num_heads // inputs.key.shape[1]
+    queries_per_kv = num_heads // inputs.key.shape[1]
     # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them
     absent = is_traced() or inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
     ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
     copies = (inputs.query.element_size() < 4) + absent + ragged
-    means = copies * 4 * head_dim * max(q_len, -(-kv_len // per_key))
+    means = copies * 4 * head_dim * max(q_len, -(-kv_len // queries_per_kv))
     return inputs.block_pairs(block_size) * by_pair + block_size * kv_len * by_score + means
 
 

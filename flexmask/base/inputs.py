@@ -22,9 +22,9 @@ _Inputs = TypeVar("_Inputs", bound="AttentionInputs")
 class HeadGroup(NamedTuple):
     """Heads whose masks exist at one time."""
 
-    batch: slice  # batch rows
-    query: slice  # query heads
-    key: slice  # key heads
+    batch_rows: slice
+    query_heads: slice
+    kv_heads: slice
 
 
 class AttentionInputs(NamedTuple):
@@ -72,7 +72,7 @@ class AttentionInputs(NamedTuple):
 
     def slice_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
         """The inputs of a group of heads, as views; `self` for a group of all heads."""
-        sizes = (group.batch.stop - group.batch.start, group.query.stop - group.query.start)
+        sizes = (group.batch_rows.stop - group.batch_rows.start, group.query_heads.stop - group.query_heads.start)
         if sizes == (self.query.shape[0], self.query.shape[1]):
             return self
         batch, query, key = group

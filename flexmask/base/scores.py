@@ -24,7 +24,7 @@ def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
 
 
 def grouped_scores(query: Tensor, key: Tensor) -> Tensor:
-    """``query @ key^T`` in float32 where groups of query heads share a key head, (batch, num_heads, rows, columns)."""
+    """``query @ key^T`` in float32 where groups of query heads share a KV head, (batch, num_heads, rows, columns)."""
     batch, num_heads, rows, head_dim = query.shape
     num_kv_heads = key.shape[1]
     together = query.reshape(batch * num_kv_heads, num_heads // num_kv_heads * rows, head_dim)

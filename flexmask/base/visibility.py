@@ -24,7 +24,7 @@ class TokenValidity(NamedTuple):
     key_valid: Tensor  # (.., kv_len) bool
     row_valid: Tensor  # (.., q_len) bool
     has_attention_mask: bool  # False: every query row is valid
-    all_keys_valid: bool  # True where no value must be read to know it: without an attention mask and an offset
+    known_all_valid: bool  # True where no value must be read to know it: without an attention mask and an offset
 
 
 class BlockVisibility(NamedTuple):
@@ -76,7 +76,7 @@ def token_validity(
 
     Keys are valid up to the last row's position, or before `call_end`, (batch,), if the rows are a slice of the call's.
     """
-    all_keys_valid = offset is None and attention_mask is None
+    known_all_valid = offset is None and attention_mask is None
     if offset is None:
         offset = torch.full((1,), kv_len - q_len, dtype=torch.int64, device=key.device)
     else:
@@ -85,10 +85,10 @@ def token_validity(
     position = offset.unsqueeze(-1) + torch.arange(q_len, device=key.device)
     if attention_mask is None:
         row_valid = torch.ones_like(position, dtype=torch.bool)
-        return TokenValidity(offset, position, key_valid, row_valid, False, all_keys_valid)
+        return TokenValidity(offset, position, key_valid, row_valid, False, known_all_valid)
     key_valid = key_valid & (attention_mask != 0)
     row_valid = key_valid.gather(1, position.expand(key_valid.shape[0], -1))
-    return TokenValidity(offset.expand(key_valid.shape[0]), position, key_valid, row_valid, True, all_keys_valid)
+    return TokenValidity(offset.expand(key_valid.shape[0]), position, key_valid, row_valid, True, known_all_valid)
 
 
 def block_visibility(tokens: TokenValidity, block_size: int, window: int | None) -> BlockVisibility:

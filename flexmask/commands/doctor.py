@@ -32,7 +32,7 @@ def doctor(
         bool | None,
         typer.Option(
             "--self-test/--skip-self-test",
-            help="Also time attention and print all of it for an issue; or run neither the self-test nor FLASH's check.",
+            help="Also time attention and print a report for an issue; --skip-self-test runs no self-test and no check of FLASH.",
             show_default=False,
         ),
     ] = None,

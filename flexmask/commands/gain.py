@@ -11,7 +11,7 @@ from flexmask.commands.options import Common, Model, Prompt, with_common
 from flexmask.commands.output import Output
 from flexmask.json_settings import keywords_of
 
-LEAST_GAIN = 1.05  # ratio of times to first token that counts as a gain
+MIN_GAIN = 1.05  # ratio of times to first token that counts as a gain
 
 
 @with_common
@@ -19,7 +19,7 @@ def gain(
     common: Common,
     model: Model,
     prompt: Prompt,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Most minutes of prefills: slow machines take fewer, or refuse.")] = 10,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time for all prefills; as many rounds are timed as fit.")] = 10,
 ) -> None:
     """Measure what sparse prefill gains on this machine, and its error.
 
@@ -33,7 +33,7 @@ def gain(
     from flexmask.commands.gain_model import measure_prompt
 
     document = {"model": model, **measure_prompt(loaded, ids, settings, minutes, output)}
-    document["gains"] = document["ratio"] is not None and document["ratios"][0] >= LEAST_GAIN
+    document["gains"] = document["ratio"] is not None and document["ratios"][0] >= MIN_GAIN
     document["verdict"] = verdict(document)
     _show(output, document)
     if document["gains"] and common.settings is None:
@@ -48,9 +48,9 @@ def verdict(document: dict[str, Any]) -> str:
         reason = max(document["reasons"], key=lambda reason: document["reasons"][reason], default="no layer runs sparse")
         return f"{start}nothing to gain; {reason}"
     (least, most), where = document["ratios"], f"at density {document['density']:.0%}"
-    if least >= LEAST_GAIN:
+    if least >= MIN_GAIN:
         return f"{start}the first token comes {document['ratio']:.2f} times as fast {where}"
-    if most >= LEAST_GAIN:
+    if most >= MIN_GAIN:
         times = f"{least:.2f} to {most:.2f} times as fast {where}, from run to run"
         return f"{start}no verdict; the first token comes {times}. Repeat it on a quiet machine"
     return f"{start}nothing to gain; the first token comes less than 5% sooner {where}"

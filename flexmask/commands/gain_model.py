@@ -55,18 +55,18 @@ def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettin
     length, sparse = ids.shape[1], 0.0
     with output.progress(f"timing one layer on {length:,} tokens"):
         dense = prefill_seconds(model, ids)
-    output.remark(f"By one layer's time a dense prefill of {length:,} tokens takes {_duration(dense)}.")
+    output.remark(f"Estimated from one layer: a dense prefill of {length:,} tokens takes {_duration(dense)}.")
     if dense < max_seconds:
         compiles = "timing one sparse, which compiles first (half a minute or more)"
         with output.progress(compiles), sparse_prefill(model, settings=settings):
             sparse = prefill_seconds(model, ids)
-        output.remark(f"A sparse one takes {_duration(sparse)}.")
+        output.remark(f"A sparse prefill takes {_duration(sparse)}.")
     rounds = min(1 + ROUNDS, int(max_seconds / (dense + sparse)))
     if rounds == 0:
-        needed = f"one of each takes more than {max_seconds / 60:g} min here"
-        how = "Take a GPU, a shorter prompt, or more --minutes"
-        raise CommandError(f"{needed}, so no gain is measured, nor the error. {how}")
-    output.remark(f"Next: {rounds} of each, in turns, about {_duration(rounds * (dense + sparse))} in all.")
+        needed = f"a dense and a sparse prefill take more than {max_seconds / 60:g} min here"
+        how = "Use a GPU, a shorter prompt, or more --minutes"
+        raise CommandError(f"{needed}, so neither gain nor error is measured. {how}")
+    output.remark(f"Next: {rounds} of each in turns, about {_duration(rounds * (dense + sparse))} in all.")
     return rounds
 
 

@@ -159,7 +159,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     inside the diagonal block iff these end with the block's own positions. So columns end where query blocks end: a chunk that
     does not begin at a key block cuts key blocks in two, and a query block keeps the parts that some of its rows see.
 
-    FlashInfer keeps one pattern for all query heads of a key head, and one prompt. Reads the chunk's offset and the diagonals.
+    FlashInfer keeps one pattern for all query heads of a KV head, and one prompt. Reads the chunk's offset and the diagonals.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     row
         Row of the batch; may be left out where the mask has one.
     merge_heads
-        Keep, for all query heads of a key head, the blocks that one of them keeps: more is computed, nothing is lost. Without,
+        Keep, for all query heads of a KV head, the blocks that one of them keeps: more is computed, nothing is lost. Without,
         repeat key and value for every query head and pass their number as `num_kv_heads`.
 
     Returns
@@ -202,7 +202,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
         raise ValueError(f"row must say which of the mask's {kept.shape[0]} prompts to plan: FlashInfer plans one; got None")
     row = 0 if row is None else row
     check_index("row", row, kept.shape[0])
-    kept = _by_key_head(kept[row], num_kv_heads, merge_heads)
+    kept = _by_kv_head(kept[row], num_kv_heads, merge_heads)
     size, device, offset = selection.block_size, kept.device, 0 if offsets is None else int(offsets[row])
 
     # on the host, whatever the default device
@@ -226,7 +226,7 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     return FlashInferBlocks(block_map.contiguous(), rows, sizes, True)
 
 
-def _by_key_head(kept: Tensor, num_kv_heads: int, merge_heads: bool) -> Tensor:
+def _by_kv_head(kept: Tensor, num_kv_heads: int, merge_heads: bool) -> Tensor:
     heads = kept.shape[0]
     check_count("num_kv_heads", num_kv_heads, 1, "heads")
     if heads in (1, num_kv_heads):
@@ -235,7 +235,7 @@ def _by_key_head(kept: Tensor, num_kv_heads: int, merge_heads: bool) -> Tensor:
         raise ValueError(f"num_kv_heads must divide the mask's {heads} heads; got {num_kv_heads}")
     if not merge_heads:
         raise ValueError(
-            f"FlashInfer keeps one pattern per key head, and the mask has {heads} heads for {num_kv_heads}: pass "
+            f"FlashInfer keeps one pattern per KV head, and the mask has {heads} heads for {num_kv_heads}: pass "
             "merge_heads=True, or repeat key and value for every query head"
         )
     return kept.unflatten(0, (num_kv_heads, -1)).any(1)

@@ -72,12 +72,13 @@ def chosen_backend(
     is_dense: bool = False,
     shared: bool = False,
     verdict: Callable[[FlashKind, torch.device], Verdict | None] = flash_verdict,
-    lists_only: bool = False,
+    has_mask_mod: bool = True,
 ) -> Backend:
     """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
 
-    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `lists_only`: the
-    mask hides no tokens beyond causality, window and padding of `inputs`, so FLASH is called directly where that is right.
+    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `has_mask_mod`:
+    the mask may hide tokens beyond causality, window and padding of `inputs`; if it does not, FLASH is called directly where that
+    is right.
     """
     device = inputs.query.device
     if not is_dense:
@@ -98,7 +99,7 @@ def chosen_backend(
     elif capability != _HOPPER or is_dense or not flash_available() or not auto_takes_flash(call):
         return Backend("triton")
     kinds = [call]
-    if lists_only and needs_no_mask_mod(inputs, block_size):
+    if not has_mask_mod and needs_no_mask_mod(inputs, block_size):
         kinds.insert(0, FlashKind.of(inputs, block_size, shared, direct=True))
     for kind in kinds:
         outcome = verdict(kind, device)
@@ -140,8 +141,8 @@ def _check_flash_by_name(call: FlashKind, device: torch.device, capability: int,
     if capability in _BLACKWELL and not is_traced():
         # Dao-AILab/flash-attention#2727, meta-pytorch/attention-gym#212: two query tiles of 128 share a program
         warnings.warn(
-            f'backend="flash" is untested on compute capability {capability}, where flash-attn-4 is said to take query '
-            'blocks of 256 tokens, and ours have 128; backend="triton" does not depend on that',
+            f'backend="flash" is untested on compute capability {capability}: flash-attn-4 may need query blocks of 256 tokens '
+            'there (flash-attention#2727), and a mask has 128; use backend="triton" to be safe',
             UserWarning,
             stacklevel=3,
         )

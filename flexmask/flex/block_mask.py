@@ -201,7 +201,7 @@ def joined_mask(parts: GroupSelections, inputs: PositionedInputs) -> BlockMask:
     def join(tensors: list[Tensor]) -> Tensor:
         whole = tensors[0].new_empty((*heads, *tensors[0].shape[2:]))
         for (group, _), part in zip(parts, tensors, strict=True):
-            whole[group.batch, group.query] = part
+            whole[group.batch_rows, group.query_heads] = part
         return whole
 
     selections = [selection for _, selection in parts]

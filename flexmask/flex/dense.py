@@ -34,7 +34,7 @@ def _attend_in_parts(inputs: AttentionInputs, return_lse: bool) -> tuple[Tensor,
     if not is_traced():
         max_pairs = _MAX_SCORES // (batch * num_heads) if is_written_out(inputs, return_lse) else _MAX_VISIBLE // batch
         rows = max(1, max_pairs // kv_len)
-    hidden = None if tokens.all_keys_valid else ~tokens.key_valid
+    hidden = None if tokens.known_all_valid else ~tokens.key_valid
     outs, lses = [], []
     cuts = query.split(rows, 2), tokens.position.split(rows, 1), tokens.row_valid.split(rows, 1)
     for part, position, row_valid in zip(*cuts, strict=True):
@@ -74,7 +74,7 @@ def attention_to_visible(
         # a row that sees nothing sees everything, and is zeroed after
         return torch.where(sees, sdpa(query, key, value, inputs.scale, attn_mask=visible | ~sees), 0.0), None
 
-    # a key head's query heads as rows: no copy of keys and values
+    # a KV head's query heads as rows: no copy of keys and values
     rows = query.float().reshape(batch, num_kv_heads, num_heads // num_kv_heads * q_len, -1)
     scores = capped(rows @ key.float().mT * inputs.scale, inputs.softcap).reshape(batch, num_heads, q_len, kv_len)
     scores = torch.where(visible, scores, float("-inf"))

@@ -38,22 +38,24 @@ def flash_attention(
     block_size: int,
     return_lse: bool = False,
     lse_factor: float = 1.0,
-    last: LastRows | None = None,
+    last_rows: LastRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention to the listed blocks, and its log-sum-exp times `lse_factor`; the last row stands at the last key.
 
-    `last` are rows that keep every visible block, without a window: they are attended to in parts of the keys.
+    `last_rows` are rows that keep every visible block, without a window: they are attended to in parts of the keys.
     """
     needs_lse = return_lse or inputs.sinks is not None
     with on_device(inputs.query.device):
-        out, lse = _forward(inputs, lists if last is None else without_last_rows(lists, last), block_size, needs_lse, lse_factor)
-        if last is not None:
-            of_copies = inputs.with_fields(query=copies(inputs.query, last), out=None)
-            part_out, part_lse = _forward(of_copies, last.lists, block_size, True, lse_factor)
+        out, lse = _forward(
+            inputs, lists if last_rows is None else without_last_rows(lists, last_rows), block_size, needs_lse, lse_factor
+        )
+        if last_rows is not None:
+            of_copies = inputs.with_fields(query=copies(inputs.query, last_rows), out=None)
+            part_out, part_lse = _forward(of_copies, last_rows.lists, block_size, True, lse_factor)
             assert part_lse is not None
-            rows = slice(-last.rows, None)
+            rows = slice(-last_rows.rows, None)
             of_rows = out[:, :, rows], None if lse is None else lse[:, :, rows]
-            join_parts(split_copies(part_out, last), split_copies(part_lse, last), *of_rows)
+            join_parts(split_copies(part_out, last_rows), split_copies(part_lse, last_rows), *of_rows)
     if inputs.sinks is not None and lse is not None:
         out = with_sinks(out, lse, inputs.sinks)
     return out, lse if return_lse else None

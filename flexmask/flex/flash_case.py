@@ -28,7 +28,7 @@ class FlashKind(NamedTuple):
     has_padding: bool = False
     shared: bool = False  # one list of blocks for all heads
     needs_grad: bool = False
-    per_key: int = 2  # query heads per key head: FLASH packs those that share a list into a tile
+    queries_per_kv: int = 2  # query heads per KV head: FLASH packs those that share a list into a tile
     direct: bool = False  # by `flash_attention`, else through FlexAttention
 
     @staticmethod
@@ -41,9 +41,9 @@ class FlashKind(NamedTuple):
             has_window_or_offset = True
         has_softcap, has_padding = inputs.softcap is not None, inputs.attention_mask is not None
         sizes = (query.shape[3], value.shape[3], block_size)
-        per_key = query.shape[1] // inputs.key.shape[1]
+        queries_per_kv = query.shape[1] // inputs.key.shape[1]
         features = (has_softcap, has_window_or_offset, has_padding, shared, inputs.needs_grad)
-        return FlashKind(query.dtype, *sizes, *features, per_key, direct)
+        return FlashKind(query.dtype, *sizes, *features, queries_per_kv, direct)
 
     def __str__(self) -> str:
         sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
@@ -56,7 +56,7 @@ class FlashKind(NamedTuple):
             "gradients": self.needs_grad,
             "called directly": self.direct,
         }
-        heads = f"{self.per_key} query head{'s' if self.per_key > 1 else ''} per key head"
+        heads = f"{self.queries_per_kv} query head{'s' if self.queries_per_kv > 1 else ''} per KV head"
         parts = [str(self.dtype).removeprefix("torch."), sizes, heads, f"blocks of {self.block_size}"]
         return ", ".join(parts + [name for name, is_on in named.items() if is_on])
 
@@ -81,8 +81,8 @@ def flash_case(call: FlashKind, device: torch.device) -> tuple[PositionedInputs,
         # no token of the first query block, and a part of the last block's
         token[0, : offset + size + 9] = False
         token[1, kv_len - 11 :] = False
-    dtype, kv_heads = call.dtype, 2 if call.per_key <= 16 else 1  # memory
-    heads = kv_heads * call.per_key
+    dtype, kv_heads = call.dtype, 2 if call.queries_per_kv <= 16 else 1  # memory
+    heads = kv_heads * call.queries_per_kv
     query = 3 * normal_numbers((batch, heads, q_len, call.head_dim), 0, dtype, device)
     key = normal_numbers((batch, kv_heads, kv_len, call.head_dim), 1, dtype, device)
     value = normal_numbers((batch, kv_heads, kv_len, call.v_head_dim), 2, dtype, device)

@@ -141,7 +141,7 @@ def flash_verdict(
         # numbers, where a compilation has symbols
         sizes = (len(range(call.head_dim)), len(range(call.v_head_dim)), call.block_size)
         flags = (call.has_softcap, call.has_window_or_offset, call.has_padding, call.shared, call.needs_grad)
-        written = _recall(device.type, device.index, call.dtype, *sizes, *flags, len(range(call.per_key)))
+        written = _recall(device.type, device.index, call.dtype, *sizes, *flags, len(range(call.queries_per_kv)))
         if not written:
             return None
         reason, lse_reason, factor = written.split("\n")
@@ -192,7 +192,7 @@ def _log_unchecked(key: _Key) -> None:
     if first_time("not checked", key):
         _log.warning(
             "flexmask: FLASH was not checked before such calls (%s) were made where no check can run (in torch.compile, a "
-            "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not serve them: call "
+            "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not support them: call "
             "flexmask.warmup before",
             key[2],
         )

@@ -15,7 +15,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import num_blocks
 
-_LEAST_BLOCKS = 8  # key blocks per part and query block of the copy; shorter parts were not tried
+_MIN_BLOCKS = 8  # key blocks per part and query block of the copy; shorter parts were not tried
 
 
 class LastRows(NamedTuple):
@@ -28,7 +28,7 @@ class LastRows(NamedTuple):
     is_sparse: Tensor  # (num_q_blocks,) int32, 0 for the query blocks that keep everything
 
 
-def num_processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a GPU; 0 elsewhere."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
@@ -43,7 +43,7 @@ def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | N
     batch, num_heads, q_len, _ = inputs.query.shape
     q_blocks, kv_len, device = num_blocks(q_len, block_size), inputs.key.shape[2], inputs.query.device
     kv_blocks, dense_blocks = num_blocks(kv_len, block_size), q_blocks - max(0, q_len // block_size - 1)
-    parts = min(num_processors(device) // (batch * num_heads * dense_blocks), kv_blocks // (dense_blocks * _LEAST_BLOCKS))
+    parts = min(num_sms(device) // (batch * num_heads * dense_blocks), kv_blocks // (dense_blocks * _MIN_BLOCKS))
     copied = dense_blocks * block_size
     if parts < 2 or q_len <= copied:
         return None
@@ -62,16 +62,16 @@ def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | N
     return LastRows(rows, copied, parts, BlockLists(*lists), is_sparse)
 
 
-def without_last_rows(lists: BlockLists, last: LastRows) -> BlockLists:
+def without_last_rows(lists: BlockLists, last_rows: LastRows) -> BlockLists:
     """The lists of a call without the full blocks of the last rows; the indices are shared."""
-    return lists._replace(full_kv_num_blocks=lists.full_kv_num_blocks * last.is_sparse)
+    return lists._replace(full_kv_num_blocks=lists.full_kv_num_blocks * last_rows.is_sparse)
 
 
-def copies(query: Tensor, last: LastRows) -> Tensor:
+def copies(query: Tensor, last_rows: LastRows) -> Tensor:
     """The rows of all copies, (batch, num_heads, parts * copied, head_dim)."""
-    return query[:, :, -last.copied :].repeat(1, 1, last.parts, 1)
+    return query[:, :, -last_rows.copied :].repeat(1, 1, last_rows.parts, 1)
 
 
-def split_copies(x: Tensor, last: LastRows) -> Tensor:
+def split_copies(x: Tensor, last_rows: LastRows) -> Tensor:
     """A result of the kernel for the copies, (batch, num_heads, parts * copied, ..), as (parts, batch, num_heads, rows, ..)."""
-    return x.unflatten(2, (last.parts, last.copied))[:, :, :, -last.rows :].movedim(2, 0)
+    return x.unflatten(2, (last_rows.parts, last_rows.copied))[:, :, :, -last_rows.rows :].movedim(2, 0)

@@ -1,11 +1,11 @@
-"""The steps that methods share, as Triton kernels, under the names of `flexmask.plain`: no sort, nothing larger than the map.
+"""The steps that methods share, as Triton kernels, under the names of `flexmask.plain`: no sort, no scores of all rows and keys.
 
 Locals of kernels, those of the methods too, have the prefixes of flash-linear-attention: ``o_`` offsets of a tile (``o_q`` query
 blocks, ``o_kv`` key blocks, ``o_row`` query rows, ``o_dim``), ``m_`` masks, ``p_`` pointers, ``b_`` values of a tile. Numbers of
 a program have none: ``head``, ``batch``, ``start``, and ``end``, one past the last. A row of a map, ``map_row``, is a query block
 of one head.
 
-Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `Edges`, ``representative`` is a plane of its
+Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `KernelGeometry`, ``representative`` is a plane of its
 `representative`, ``last_rows`` the one of the last; maps of blocks (``chosen``, ``keep``, ``values``) are (batch,
 num_heads, num_q_blocks, num_kv_blocks); ``kept`` and ``lines`` are (2, batch, num_heads, num_kv_blocks), key blocks and then
 block diagonals, or (1, ..) without these; ``active`` is (batch, num_heads) bool; ``gamma`` and ``share`` are float64.
@@ -26,7 +26,7 @@ from flexmask.kernels.pooling import key_means as key_means
 from flexmask.kernels.representative import RepresentativeMass
 from flexmask.kernels.representative import representative_mass as representative_mass
 from flexmask.kernels.vertical_slash import coverage as coverage
-from flexmask.kernels.visibility import edges_of as edges_of
+from flexmask.kernels.visibility import kernel_geometry as kernel_geometry
 from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 
 _TILE = 128
@@ -127,9 +127,9 @@ def kept_blocks(
     dense_rows: RepresentativeMass | None = None,
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
-    inputs, edges, with_keep = problem.inputs, problem.edges, problem.with_map
+    inputs, geometry, with_keep = problem.inputs, problem.kernel_geometry, problem.with_map
     batch, num_heads, num_kv_blocks = lines.shape[1:]
-    num_q_blocks = edges.q_edges.shape[2]
+    num_q_blocks = geometry.q_edges.shape[2]
     shape = (batch, num_heads, num_q_blocks)
     partial_count, full_count = (lines.new_empty(shape, dtype=torch.int32) for _ in range(2))
     partial_indices, full_indices = (lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
@@ -137,8 +137,8 @@ def kept_blocks(
     chosen, active_heads = (None, None) if blocks is None else blocks
     rows = None if dense_rows is None else dense_rows.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
-        lines, lines if active_heads is None else active_heads, lines if chosen is None else chosen, edges.q_edges,
-        edges.kv_edges, edges.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
+        lines, lines if active_heads is None else active_heads, lines if chosen is None else chosen, geometry.q_edges,
+        geometry.kv_edges, geometry.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
         full_count if keep is None else keep, min(nearest, _MAX_NEAREST), num_heads, num_q_blocks, num_kv_blocks,
         inputs.key.shape[2], inputs.max_distance,
         BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=lines.shape[0] == 2, HAS_CHOSEN=chosen is not None,

@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 # whole numbers on which no kernel is specialized: all but strides, whose divisibility wide loads need
-_NUMBERS = (
+DO_NOT_SPECIALIZE = (
     "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "num_chunks", "blocks", "length",
     "max_distance", "gamma_bits", "nearest", "cap", "floor", "digit_pass", "page_size", "skipped", "cached_len", "parts", "rows",
     "blocks_per_program",
@@ -63,7 +63,7 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.jit = triton.jit(function, do_not_specialize=list(_NUMBERS))
+        self.jit = triton.jit(function, do_not_specialize=list(DO_NOT_SPECIALIZE))
         self.launched_directly = _COMPILED_TAKE_ALL and isinstance(self.jit, JITFunction)
         if self.launched_directly:
             self._names = tuple(parameter.name for parameter in self.jit.params)

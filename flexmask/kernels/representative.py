@@ -27,7 +27,7 @@ class RepresentativeMass(NamedTuple):
     A row's softmax is ``exp2(score - base) * factor``.
     """
 
-    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `Edges.representative`
+    rows: Tensor  # (batch, 1 + block_size) int32: a plane of `KernelGeometry.representative`
     # (batch, num_heads, num_kv_blocks, block_size, 4) float32: the peak of the scores, -inf where the row sees nothing of the
     # block; the sum of exp2(score - peak); the sum weighted by how far the row's phase leads the key's (after), and by how far it
     # trails it (before). Without diagonals the first two
@@ -38,28 +38,28 @@ class RepresentativeMass(NamedTuple):
 @kernel
 def _block_sums_kernel(
     query, key, representative,
-    mask,  # (batch, kv_len) bool, read if PADDED
+    mask,  # (batch, kv_len) bool, read if HAS_ATTENTION_MASK
     sums,
     chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
     key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
     blocks_per_program,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
-    PER_KEY: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, PADDED: tl.constexpr,
+    QUERIES_PER_KV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ATTENTION_MASK: tl.constexpr,
     HAS_DIAGONALS: tl.constexpr, ONE_STORE: tl.constexpr,
 ):  # fmt: skip
     # the interpreter passes Python's floats as they are
     scale = tl.cast(scale, tl.float32)
     softcap = tl.cast(softcap, tl.float32)
     to_log2 = 1.4426950408889634 if HAS_SOFTCAP else scale * 1.4426950408889634
-    # the query heads of a key head are neighbours in the grid and share keys in the L2 cache
+    # the query heads of a KV head are neighbours in the grid and share keys in the L2 cache
     TILES: tl.constexpr = BLOCK_SIZE // TILE
     head_of_key = tl.program_id(0) // TILES
     row_tile = tl.program_id(0) % TILES
     batch = tl.program_id(2) // num_kv_heads
     kv_head = tl.program_id(2) % num_kv_heads
-    q_head = kv_head * PER_KEY + head_of_key
-    head = (batch * num_kv_heads * PER_KEY + q_head).to(tl.int64)
+    q_head = kv_head * QUERIES_PER_KV + head_of_key
+    head = (batch * num_kv_heads * QUERIES_PER_KV + q_head).to(tl.int64)
 
     o_slot = row_tile * TILE + tl.arange(0, TILE)
     o_dim = tl.arange(0, PADDED_DIM)
@@ -99,13 +99,13 @@ def _block_sums_kernel(
             b_score = tl.dot(b_q, b_k, input_precision="ieee")
             if HAS_SOFTCAP:
                 b_score = soft_capped(b_score * scale, softcap)
-            if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | PADDED | HAS_WINDOW:
+            if ((block + 1) * BLOCK_SIZE > lowest_position) | some_not_taken | HAS_ATTENTION_MASK | HAS_WINDOW:
                 # drops NaN in invalid keys too
                 b_distance = b_position[:, None] - o_key[None, :]
                 m_visible = (b_distance >= 0) & (o_key < filled_end)[None, :] & m_row[:, None]
                 if HAS_WINDOW:
                     m_visible = m_visible & (b_distance < max_distance)
-                if PADDED:
+                if HAS_ATTENTION_MASK:
                     m_valid = tl.load(mask + batch.to(tl.int64) * kv_len + o_key, mask=o_key < kv_len, other=0) != 0
                     m_visible = m_visible & m_valid[None, :]
                 b_score = tl.where(m_visible, b_score, float("-inf"))
@@ -205,26 +205,26 @@ def _shared_memory(device: torch.device) -> int:
 
 def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool = True) -> RepresentativeMass:
     """As `flexmask.plain.representative_mass`; without diagonals, half of the sums."""
-    inputs, block_size, rows = problem.inputs, problem.block_size, problem.edges.representative[SUBSETS.index(subset)]
+    inputs, block_size, rows = problem.inputs, problem.block_size, problem.kernel_geometry.representative[SUBSETS.index(subset)]
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
     batch, num_heads, q_len, head_dim = query.shape
     num_kv_heads, kv_len = key.shape[1], key.shape[2]
     blocks = num_blocks(kv_len, block_size)
     tile, keys = _tiles(head_dim, query.element_size(), block_size)
-    per_key = num_heads // num_kv_heads
+    queries_per_kv = num_heads // num_kv_heads
     sums = query.new_empty((batch, num_heads, blocks, block_size, 4 if with_diagonals else 2), dtype=torch.float32)
     is_small = batch * num_heads * blocks < _FEW_PROGRAMS * _BLOCKS_PER_PROGRAM
     blocks_per_program = _BLOCKS_PER_PROGRAM // 2 if is_small else _BLOCKS_PER_PROGRAM
     num_chunks = cdiv(blocks, blocks_per_program)
     chunks = query.new_empty((batch, num_heads, num_chunks, block_size, 2), dtype=torch.float32)
     padded_dim = max(16, next_power_of_2(head_dim))
-    grid = (per_key * (block_size // tile), num_chunks, batch * num_kv_heads)
+    grid = (queries_per_kv * (block_size // tile), num_chunks, batch * num_kv_heads)
     _block_sums_kernel[grid](
         query, key, rows, rows if mask is None else mask, sums, chunks,
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
         inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance, blocks_per_program,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, PER_KEY=per_key,
-        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None, PADDED=mask is not None,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, QUERIES_PER_KV=queries_per_kv,
+        HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None, HAS_ATTENTION_MASK=mask is not None,
         HAS_DIAGONALS=with_diagonals,
         # on RDNA GPUs Triton cannot convert layouts of products to that of joined values
         ONE_STORE=torch.version.hip is None, num_warps=8 if tile == 128 else 4,

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.representative import RepresentativeMass
-from flexmask.kernels.visibility import Edges, kv_edges_of
+from flexmask.kernels.visibility import KernelGeometry, kv_edges_of
 
 LINES_PER_PROGRAM = 8
 
@@ -93,12 +93,12 @@ def _lines_kernel(
     tl.store(p_lines + tl.num_programs(1) * num_kv_blocks, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 
 
-def line_mass(mass: RepresentativeMass, edges: Edges) -> Tensor:
+def line_mass(mass: RepresentativeMass, geometry: KernelGeometry) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32; -1 if no candidate."""
     batch, num_heads, blocks, block_size, _ = mass.sums.shape
     lines = mass.sums.new_empty((2, batch, num_heads, blocks))
     _lines_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        mass.sums, mass.norms, mass.rows, edges.kv_edges, lines, num_heads, blocks,
+        mass.sums, mass.norms, mass.rows, geometry.kv_edges, lines, num_heads, blocks,
         BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size), TILE=LINES_PER_PROGRAM,
     )  # fmt: skip
     return lines
@@ -108,7 +108,7 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
     """As `flexmask.plain.coverage`."""
     rows, sums, norms = mass.rows[:, 1:].long(), mass.sums, mass.norms
     q_block = (rows.clamp(min=0) // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])
-    # in place: each map is as large as a quarter of the sums
+    # in place: each map is as large as a quarter of the sums, without diagonals as half of them
     by_row = sums[..., 0] - norms[..., 0].unsqueeze(-2)
     by_row.exp2_().mul_(sums[..., 1]).mul_(norms[..., 1].unsqueeze(-2))
     in_kept = by_row.mT.masked_fill_(keep.gather(2, q_block).logical_not_(), 0.0).sum((-2, -1))

@@ -1,4 +1,4 @@
-"""Triton kernels for block edges and representative rows, and which blocks see which."""
+"""Triton kernels for the geometry of blocks: their edges, the representative rows, and which blocks see which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROWS = 1024
 SUBSETS = ("last", "middle")
 
 
-class Edges(NamedTuple):
+class KernelGeometry(NamedTuple):
     """The geometry as kernels read it, int32.
 
     Planes of `q_edges`, per query block: those of `row_edges`, then the number of key blocks seen. `max_seen` is the largest of
@@ -39,7 +39,7 @@ class Edges(NamedTuple):
         return self.q_edges[:, 5]
 
 
-def edges_of(inputs: PositionedInputs, block_size: int) -> Edges:
+def kernel_geometry(inputs: PositionedInputs, block_size: int) -> KernelGeometry:
     """The edges of all blocks, and the representative rows."""
     query, mask, offset = inputs.query, inputs.attention_mask, inputs.offset
     batch, q_len, kv_len = query.shape[0], query.shape[2], inputs.key.shape[2]
@@ -50,30 +50,30 @@ def edges_of(inputs: PositionedInputs, block_size: int) -> Edges:
     )
     counted = mask is not None or inputs.window is not None
     mask = None if mask is None else mask.contiguous()
-    most_blocks = max(q_blocks, kv_blocks)
+    max_blocks = max(q_blocks, kv_blocks)
     padded_size = next_power_of_2(block_size)
-    _edges_kernel[(cdiv(most_blocks, _BLOCKS) + 1, batch)](
+    _edges_kernel[(cdiv(max_blocks, _BLOCKS) + 1, batch)](
         q_edges if mask is None else mask, q_edges if offset is None else offset, q_edges, kv_edges, representative,
-        max_seen, q_len, kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, PADDED=mask is not None,
+        max_seen, q_len, kv_len, q_blocks, kv_blocks, HAS_OFFSET=offset is not None, HAS_ATTENTION_MASK=mask is not None,
         COUNTED=counted, BLOCK_SIZE=block_size, PADDED_SIZE=padded_size, BLOCKS=_BLOCKS, ROWS=_ROWS,
     )  # fmt: skip
     if counted:
-        _visible_kernel[(most_blocks, batch)](
+        _visible_kernel[(max_blocks, batch)](
             q_edges, kv_edges, max_seen, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
     max_seen = max_seen_blocks_in_prompt(max_seen, inputs.end, inputs.prompt_len, block_size, inputs.window)
-    return Edges(q_edges, kv_edges, representative, max_seen)
+    return KernelGeometry(q_edges, kv_edges, representative, max_seen)
 
 
 @kernel
 def _edges_kernel(
-    mask,  # (batch, kv_len) bool, read if PADDED
+    mask,  # (batch, kv_len) bool, read if HAS_ATTENTION_MASK
     offsets,  # (batch,) int32, read if HAS_OFFSET; else row 0 stands at position 0
     q_edges, kv_edges, representative,
     max_seen,  # (batch,) int32
     q_len, kv_len, num_q_blocks, num_kv_blocks,
-    HAS_OFFSET: tl.constexpr, PADDED: tl.constexpr, COUNTED: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    HAS_OFFSET: tl.constexpr, HAS_ATTENTION_MASK: tl.constexpr, COUNTED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PADDED_SIZE: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     batch = tl.program_id(1)
     offset = 0
@@ -85,7 +85,7 @@ def _edges_kernel(
     if tl.program_id(0) == tl.num_programs(0) - 1:
         # the representative rows: of n valid ones the last BLOCK_SIZE, and those in the middle
         number = q_len
-        if PADDED:
+        if HAS_ATTENTION_MASK:
             b_rows = tl.zeros([ROWS], tl.int32)
             for start in range(0, q_len, ROWS):
                 o_row = start + tl.arange(0, ROWS)
@@ -101,9 +101,9 @@ def _edges_kernel(
             tl.store(p_rows + subset * plane, offset)
             b_row = (first >> subset) + o_slot
             # under padding the rows themselves follow below
-            m_written = m_slot & (o_slot >= number) if PADDED else m_slot
+            m_written = m_slot & (o_slot >= number) if HAS_ATTENTION_MASK else m_slot
             tl.store(p_rows + subset * plane + 1 + o_slot, tl.where(o_slot < number, b_row, -1), mask=m_written)
-        if PADDED:
+        if HAS_ATTENTION_MASK:
             before = 0
             for start in range(0, q_len, ROWS):
                 o_row = start + tl.arange(0, ROWS)
@@ -121,7 +121,7 @@ def _edges_kernel(
         m_kv = o_block < num_kv_blocks
         b_number = tl.maximum(tl.minimum(o_first + BLOCK_SIZE, filled_end) - o_first, 0)
         b_last_valid = tl.where(b_number > 0, o_first + b_number - 1, -kv_len)
-        if PADDED:
+        if HAS_ATTENTION_MASK:
             o_key = o_first[:, None] + o_slot[None, :]
             m_key = (o_slot < BLOCK_SIZE)[None, :] & (o_key < filled_end)
             m_key = m_key & (tl.load(p_mask + o_key, mask=m_key, other=0) != 0)
@@ -144,7 +144,7 @@ def _edges_kernel(
         b_last_valid_row = b_last_row
         b_last_whole_key = b_first_row
         b_seen = b_last_row // BLOCK_SIZE + 1
-        if PADDED:
+        if HAS_ATTENTION_MASK:
             b_position = b_first_row[:, None] + o_slot[None, :]
             m_row = (o_slot < BLOCK_SIZE)[None, :] & (b_position <= b_last_row[:, None])
             m_row = m_row & (tl.load(p_mask + b_position, mask=m_row & m_q[:, None], other=0) != 0)

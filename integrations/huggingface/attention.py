@@ -24,8 +24,8 @@ from flexmask.integrations.huggingface.mask import GeometryMask
 from flexmask.integrations.huggingface.packed import Segments
 from flexmask.integrations.huggingface.scope import restore_attention_name
 
-_UNPACK = "use_cache=False and no attention_mask, with which packed sequences are served, or one prompt per batch row"
-_UNPACK_OR_BOUNDS = f"{_UNPACK}; in such a model (GPT-OSS, AFMoE) cu_seq_lens_q and cu_seq_lens_k without position_ids"
+_UNPACK = "one prompt per batch row, or pass use_cache=False and no attention_mask"
+_UNPACK_OR_BOUNDS = f"{_UNPACK}; GPT-OSS and AFMoE need cu_seq_lens_q and cu_seq_lens_k without position_ids"
 # Arguments that change attention, and the alternatives. Others come from the model's forward pass (labels, lengths, flags).
 _REFUSED = {
     **dict.fromkeys(("position_bias", "attention_bias", "alibi", "head_mask", "output_attentions", "sinks"), EAGER),

@@ -36,7 +36,7 @@ def serve(
     """
     if is_traced():
         if is_exporting():
-            raise NotImplementedError("flexmask does not serve torch.export; use torch.compile")
+            raise NotImplementedError("flexmask does not support torch.export; use torch.compile")
         # the operator finds modules that are remembered, as an open scope's are
         if MODULES_ARE_CONSTANTS:
             remember(module)

@@ -30,7 +30,7 @@ MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")  # some models 
 
 
 def refusal(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"flexmask does not serve {what}; use {instead}")
+    return NotImplementedError(f"flexmask does not support {what}; use {instead}")
 
 
 def unwrapped(model: Any) -> PreTrainedModel:

@@ -139,7 +139,7 @@ class GeometryMask(BlockMask):
         self._not_served(f".{name}")
 
     def _computed_with(self, other: Any = None) -> NoReturn:
-        self._not_served("numbers, to compute with")
+        self._not_served("numbers")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed_with
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _computed_with
@@ -157,8 +157,8 @@ class GeometryMask(BlockMask):
         if getattr(self._config, "_attn_implementation", None) != self._made_for:
             raise MaskNotServed(SCOPE_ENDED)
         raise MaskNotServed(
-            f"flexmask does not serve a model whose own code reads its mask's {what}, as one with a sparse attention of "
-            'its own does; use attn_implementation="sdpa"'
+            f"flexmask cannot run a model whose code uses its attention mask's {what}, for a sparse attention of its own, say; "
+            'use attn_implementation="sdpa"'
         )
 
     def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> GeometryMask:

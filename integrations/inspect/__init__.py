@@ -183,7 +183,7 @@ def _check_in_one_process(model: PreTrainedModel) -> None:
         raise ValueError("inspect_prefill needs a model with values; got one of fake tensors (FakeTensorMode)")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         raise NotImplementedError(
-            "inspect_prefill does not serve a model spread over processes; load it on one, or with device_map"
+            "inspect_prefill does not support a model spread over processes; load it on one, or with device_map"
         )
 
 

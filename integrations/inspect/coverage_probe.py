@@ -38,8 +38,8 @@ class CoverageProbe:
                 keep = selected.keep
                 if keep is None:  # every visible block
                     keep = block_problem(inputs.slice_heads(group), block_size, plain).visible
-                keep = keep[0].expand(group.query.stop - group.query.start, -1, -1)
-                for head, kept in zip(range(group.query.start, group.query.stop), keep, strict=True):
+                keep = keep[0].expand(group.query_heads.stop - group.query_heads.start, -1, -1)
+                for head, kept in zip(range(group.query_heads.start, group.query_heads.stop), keep, strict=True):
                     of_head = inputs.slice_heads(heads[head])
                     coverage.append(coverage_by_quarter(of_head, kept, block_size))
                     if (call.layer, head) in self._heads:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from flexmask.integrations.inspect import Inspection, ShownHead
 
-_MOST_CHARACTERS = 400  # of the prompt, at its beginning and at its end
+_MAX_CHARACTERS = 400  # of the prompt, at its beginning and at its end
 
 
 def write_report(inspection: Inspection, path: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
@@ -36,7 +36,7 @@ def write_report(inspection: Inspection, path: str | Path, *, model: str | None 
 def page(inspection: Inspection, model: str, prompt: str) -> str:
     title, about, run = escape(f"Sparse prefill in {model}"), inspection.about, inspection.run
     where = f"{about['model']}, {about['tokens']:,} tokens, {about['dtype']}, on {about['device']}, torch {about['torch']}"
-    short = prompt if len(prompt) <= 2 * _MOST_CHARACTERS else f"{prompt[:_MOST_CHARACTERS]} ... {prompt[-_MOST_CHARACTERS:]}"
+    short = prompt if len(prompt) <= 2 * _MAX_CHARACTERS else f"{prompt[:_MAX_CHARACTERS]} ... {prompt[-_MAX_CHARACTERS:]}"
     method = run.settings.layer_method()
     options = {"method": run.method, **method.options, "block_size": method.block_size, **run.settings.to_dict()}
     heads = "".join(map(_shown, inspection.heads)) or "<p>Every layer ran dense: there is no mask.</p>"

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import is_fake
 from flexmask.base.checks import check_int, plain_number
-from flexmask.integrations.record.calls import MOST_REASONS, LayerTotals, RecordedCall, rows_by_head
+from flexmask.integrations.record.calls import MAX_REASONS, LayerTotals, RecordedCall, rows_by_head
 from flexmask.integrations.record.calls import CallSize as CallSize
 from flexmask.integrations.record.summary import LayerSummary as LayerSummary
 from flexmask.integrations.record.summary import RunSummary as RunSummary
@@ -110,7 +110,7 @@ class PrefillRun:
             self._called.add(layer)
             if reason is None:
                 self._sparse.add(layer)
-            elif reason in self._dense or len(self._dense) < MOST_REASONS:
+            elif reason in self._dense or len(self._dense) < MAX_REASONS:
                 self._dense.setdefault(reason, set()).add(layer)
             if self.collect_stats and stats is not None:
                 calls = self.calls.setdefault(layer, [])

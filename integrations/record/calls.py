@@ -15,9 +15,9 @@ from flexmask.base.scores import widest_float
 from flexmask.stats import TENSORS, SelectionStats
 
 # per layer and per log line: a server's reasons name lengths
-MOST_REASONS = 8
+MAX_REASONS = 8
 OTHER_REASONS = "other reasons"
-DENSE_HEAD = "dense attention is faster for the heads of its key head"
+DENSE_HEAD = "dense attention is faster for the heads of its KV head"
 
 
 class HeadSums(NamedTuple):
@@ -114,29 +114,29 @@ class LayerTotals:
     reasons: dict[str, int] = field(default_factory=dict)
     sums: Tensor | None = None  # the fields of `HeadSums`
     # by head, over calls, batch rows and query blocks: the least share of its rows' attention in kept blocks; inf if never known
-    least_coverage: Tensor | None = None
+    lowest_coverage: Tensor | None = None
 
     def add(self, calls: Sequence[RecordedCall]) -> None:
         """Count `calls` of one layer without reading a tensor."""
-        sparse, coverage = [], [] if self.least_coverage is None else [self.least_coverage]
+        sparse, coverage = [], [] if self.lowest_coverage is None else [self.lowest_coverage]
         for call in calls:
             pairs = float(call.stats.density.shape[0] * call.size.pairs)
             self.calls += 1
             self.pairs += pairs
             if call.stats.dense:
                 reason = call.reason or OTHER_REASONS
-                reason = reason if reason in self.reasons or len(self.reasons) < MOST_REASONS else OTHER_REASONS
+                reason = reason if reason in self.reasons or len(self.reasons) < MAX_REASONS else OTHER_REASONS
                 self.reasons[reason] = self.reasons.get(reason, 0) + 1
                 self.dense_calls += 1
                 self.dense_pairs += pairs
             else:
                 self.heads += call.stats.density.numel()
                 sparse.append(_sums(call.stats, pairs))
-                coverage.append(_least_coverage(call.stats))
+                coverage.append(_lowest_coverage(call.stats))
         if sparse:
             sums = torch.stack(sparse).sum(0)
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-            self.least_coverage = torch.stack([x.to(sums.device) for x in coverage]).amin(0)
+            self.lowest_coverage = torch.stack([x.to(sums.device) for x in coverage]).amin(0)
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
         """A copy that also counts `calls`."""
@@ -155,7 +155,7 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
 
 
-def _least_coverage(stats: SelectionStats) -> Tensor:
+def _lowest_coverage(stats: SelectionStats) -> Tensor:
     """The least coverage of each head, (num_heads,), inf if unknown: of all rows by evidence, else of the last rows."""
-    coverage = torch.where(stats.least_row_coverage.isnan(), stats.coverage, stats.least_row_coverage)
+    coverage = torch.where(stats.min_row_coverage.isnan(), stats.coverage, stats.min_row_coverage)
     return torch.where(stats.dense_heads | coverage.isnan() | (stats.density == 0), math.inf, coverage).amin(0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flexmask.integrations.record.calls import HeadSums, LayerTotals, on_host
 
 LOW_COVERAGE = 0.25  # heads whose kept blocks hold less of some rows' attention are named
-MOST_LOW_HEADS = 8  # in the text
+MAX_LOW_HEADS = 8  # in the text
 
 
 class LowHead(NamedTuple):
@@ -38,7 +38,7 @@ class LayerSummary:
         Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in
         `flexmask.SelectionStats`: means over the heads of sparse calls, without batch rows of padding alone; None without one.
     lowest
-        Lowest coverage of a head's rows in sparse calls, without heads `served_densely`: by query block (`least_row_coverage`),
+        Lowest coverage of a head's rows in sparse calls, without heads `served_densely`: by query block (`min_row_coverage`),
         else of the representative rows. None if unknown.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
@@ -89,8 +89,8 @@ class RunSummary:
         """One line that names the heads that keep least of some rows' attention, None without any below `LOW_COVERAGE`."""
         if not self.low_heads:
             return None
-        named = ", ".join(f"layer {layer} head {head} {held:.0%}" for layer, head, held in self.low_heads[:MOST_LOW_HEADS])
-        more = f" and {len(self.low_heads) - MOST_LOW_HEADS} more" if len(self.low_heads) > MOST_LOW_HEADS else ""
+        named = ", ".join(f"layer {layer} head {head} {held:.0%}" for layer, head, held in self.low_heads[:MAX_LOW_HEADS])
+        more = f" and {len(self.low_heads) - MAX_LOW_HEADS} more" if len(self.low_heads) > MAX_LOW_HEADS else ""
         return f"heads that keep less than {LOW_COVERAGE:.0%} of some rows' attention: {named}{more}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,11 +134,11 @@ def summary_of(
     totals: Mapping[int, LayerTotals], method: str, prefills: int, sequences: int, tokens: int, dropped_calls: int
 ) -> RunSummary:
     """The summary of some layers; waits once per device."""
-    copies = on_host(tensor for total in totals.values() for tensor in (total.sums, total.least_coverage) if tensor is not None)
+    copies = on_host(tensor for total in totals.values() for tensor in (total.sums, total.lowest_coverage) if tensor is not None)
     layers, low = [], []
     for layer, total in sorted(totals.items()):
         sums = HeadSums(*([0.0] * len(HeadSums._fields) if total.sums is None else copies[id(total.sums)].tolist()))
-        by_head: list[float] = [] if total.least_coverage is None else copies[id(total.least_coverage)].tolist()
+        by_head: list[float] = [] if total.lowest_coverage is None else copies[id(total.lowest_coverage)].tolist()
         low += [LowHead(layer, head, share) for head, share in enumerate(by_head) if share < LOW_COVERAGE]
         heads, least = max(total.heads, 1), min(by_head, default=math.inf)
         shares = {"query-aware": sums.query_aware / heads, "vertical-slash": sums.vertical_slash / heads}

@@ -72,7 +72,7 @@ def concat_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | 
     """Concatenate a request's cached keys or values with its chunk's; contiguous (num_kv_heads, seq_len, head_dim).
 
     `cached` is (num_kv_heads, cached_len - skipped, head_dim), None for a first chunk; `chunk` is (rows, num_kv_heads, head_dim)
-    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per key head; products are rounded once.
+    and copied as it is. An FP8 cache holds numbers divided by `scale`, one number or one per KV head; products are rounded once.
     The first `skipped` tokens, which the chunk does not see, are zero; `cached` begins after them.
     """
     cached_len = skipped if cached is None else skipped + cached.shape[1]

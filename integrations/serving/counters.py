@@ -18,8 +18,8 @@ from flexmask.integrations.record.summary import summary_of
 from flexmask.integrations.serving.layers import SparseLayer
 
 # of the first sparse step, and of the first after each log until heads were warned of
-SAMPLED_STATISTICS = ("density", "coverage", "least_row_coverage")
-_MOST_COUNTS = 64  # tensors of kept blocks to collect before they are summed
+SAMPLED_STATISTICS = ("density", "coverage", "min_row_coverage")
+_MAX_COUNTS = 64  # tensors of kept blocks to collect before they are summed
 
 
 class Counters:
@@ -80,7 +80,7 @@ class Counters:
                 self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
             else:
                 self._kept_pairs = self._kept_pairs + pairs
-            if sum(map(len, self._counts.values())) >= _MOST_COUNTS:
+            if sum(map(len, self._counts.values())) >= _MAX_COUNTS:
                 self._add_counts()
             if names_heads and self._samples_heads and attended.stats is not None:
                 self._heads.setdefault(layer.layer_index, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
@@ -127,7 +127,7 @@ class Counters:
 
     def warn_once(self, reason: str) -> None:
         """Log once per reason why prompts that could run sparse run stock."""
-        self._warn_once(reason, f"flexmask: attention runs stock: {reason}")
+        self._warn_once(reason, f"flexmask: the engine's own attention runs: {reason}")
 
     def _warn_once(self, kind: str, line: str) -> None:
         if self._logger is not None and kind not in self._warned:

@@ -53,7 +53,7 @@ class Engine:
             stock = Stock(f"the largest call: {reason}")
             self.roles = {name: stock if isinstance(role, SparseLayer) else role for name, role in self.roles.items()}
         if is_first:
-            self._log.info("%s", roles_line(self.roles.values(), self.options, kernel, policy.least_rows))
+            self._log.info("%s", roles_line(self.roles.values(), self.options, kernel, policy.min_rows))
         if not self.sparse_layers:
             return
         seconds = warm_up(self.sparse_layers, largest, device, dtype, self.options.count_density)

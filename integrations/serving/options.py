@@ -12,8 +12,8 @@ from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.layers import LayerShape
 from flexmask.settings import PrefillSettings, effective_settings
 
-_FIELDS = ("kernel", "file", "least_rows", "count_density", "log_every")
-LEAST_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/design.md)
+_FIELDS = ("kernel", "file", "min_rows", "count_density", "log_every")
+MIN_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/design.md)
 _PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
 # the options as the front end has read them, among the parameters that it hands on; a request that sends this name is refused
@@ -27,7 +27,7 @@ class ServingOptions:
 
     settings: PrefillSettings
     kernel: str = ""  # the engine's name of its backend for everything that is not sparse; vLLM's CPU build ignores it
-    least_rows: int | None = None  # chunks of fewer run dense; None: `LEAST_ROWS`, with dense_below=0 block_size
+    min_rows: int | None = None  # chunks of fewer run dense; None: `MIN_ROWS`, with dense_below=0 block_size
     count_density: bool = True  # of sparse calls, summed on the device, for the log
     log_every: float = 60.0  # least seconds between logs of the counters, in steps that prefill; a log waits for the device
     source: str = "defaults"  # of the settings, for the log
@@ -42,8 +42,8 @@ class ServingOptions:
     def policy(self) -> DensePolicy:
         """The policy that decides which chunks run dense."""
         policy = self.settings.call_options.policy
-        measured = LEAST_ROWS if policy.dense_below else 0
-        return policy._replace(least_rows=max(policy.least_rows, measured if self.least_rows is None else self.least_rows))
+        measured = MIN_ROWS if policy.dense_below else 0
+        return policy._replace(min_rows=max(policy.min_rows, measured if self.min_rows is None else self.min_rows))
 
 
 def read_options(
@@ -64,10 +64,10 @@ def read_options(
     check_word("kernel", fields["kernel"], kernels)
     if not isinstance(fields.get("count_density", True), bool):
         raise TypeError(f"count_density must be true or false; got {fields['count_density']!r}")
-    if "least_rows" in fields:
-        check_int("least_rows", fields["least_rows"])
-        if fields["least_rows"] < 0:
-            raise ValueError(f"least_rows must be >= 0; got {fields['least_rows']}")
+    if "min_rows" in fields:
+        check_int("min_rows", fields["min_rows"])
+        if fields["min_rows"] < 0:
+            raise ValueError(f"min_rows must be >= 0; got {fields['min_rows']}")
     if "log_every" in fields:
         check_real("log_every", fields["log_every"])
         if fields["log_every"] <= 0:

@@ -20,21 +20,21 @@ _SHORT = 128  # rows; FlexAttention compiles shorter calls separately
 _STEPS = 64  # lengths at which the number of heads per mask is computed
 
 
-def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, least_rows: int | None = None) -> str:
+def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, min_rows: int | None = None) -> str:
     """The line that is logged at start-up."""
     if not roles:
-        return f"flexmask runs stock: no attention layers found in this model; {kernel} serves it. Settings: {options.source}."
+        return f"flexmask: no attention layers found in this model; {kernel} runs it. Settings: {options.source}."
     sparse = [role for role in roles if isinstance(role, SparseLayer)]
     line = f"flexmask: {len(sparse)} of {len(roles)} attention layers prefill sparse"
     if sparse:
-        rows = least_rows or options.policy.least_rows
+        rows = min_rows or options.policy.min_rows
         line += f" ({_method_summary(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
         line += f", on FlexAttention's backend {options.settings.backend!r}"
-    line += f"; {kernel} serves all else. Settings: {options.source}."
+    line += f"; {kernel} runs all else. Settings: {options.source}."
     reasons = Counter(role.reason for role in roles if isinstance(role, Stock))
     if reasons:
         counted = (f"{count} layer{'s' if count > 1 else ''} ({reason})" for reason, count in reasons.items())
-        line += f" Stock: {'; '.join(counted)}."
+        line += f" Layers left to it: {'; '.join(counted)}."
     return line
 
 
@@ -123,12 +123,12 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
     """Two sizes for each number of heads per mask of long calls; of two calls the first compiles for its exact size."""
-    block, (most_rows, longest) = layer.method.block_size, largest
+    block, (max_rows, longest) = layer.method.block_size, largest
     by_kind: dict[tuple[int, bool], list[Size]] = {}
     step = max(longest // _STEPS, 2 * block)
     for seq_len in range(longest, 4 * block, -step):
-        whole = [(seq_len, seq_len)] if seq_len <= most_rows else []
-        for size in (*whole, (min(most_rows, seq_len - 2 * block), seq_len)):
+        whole = [(seq_len, seq_len)] if seq_len <= max_rows else []
+        for size in (*whole, (min(max_rows, seq_len - 2 * block), seq_len)):
             heads = heads_per_mask(layer, size, device)
             if heads < layer.num_heads:
                 by_kind.setdefault((heads, size[0] == seq_len), []).append(size)
@@ -145,4 +145,4 @@ def heads_per_mask(layer: SparseLayer, size: Size, device: torch.device) -> int:
     """Query heads whose masks exist at one time in a call, by `max_mask_bytes`."""
     inputs = layer.inputs_of(*size, device)
     group = layer.method.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
-    return group.query.stop - group.query.start
+    return group.query_heads.stop - group.query_heads.start

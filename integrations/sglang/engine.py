@@ -41,12 +41,12 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     from sglang.srt.arg_groups.overrides import attention_backends_of
 
     if uses_mla:
-        raise ValueError(f"the attention backend {NAME!r} does not serve multi-head latent attention (MLA)")
+        raise ValueError(f"the attention backend {NAME!r} does not support multi-head latent attention (MLA)")
     if attention_backends_of(server_args)[1] == NAME:
         raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
     for name, feature in REFUSED.items():
         if getattr(server_args, name) not in (None, False, "null"):
-            raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not serve {feature}")
+            raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not support {feature}")
     prefill = getattr(getattr(server_args, "cuda_graph_config", None), "prefill", None)
     if getattr(prefill, "backend", None) == "full":
         raise ValueError(

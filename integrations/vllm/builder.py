@@ -34,7 +34,7 @@ class Splitter:
 
     def split(self, common: Any) -> StepSplit:
         num_reqs = common.num_reqs
-        if common.max_query_len < self.policy.least_rows:  # as when all decode: do not read the requests one by one
+        if common.max_query_len < self.policy.min_rows:  # as when all decode: do not read the requests one by one
             rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
             prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
             # requests that pad the batch for a CUDA graph have no rows, and may have no entry in is_prefilling
@@ -152,7 +152,7 @@ class SparseLatentBuilder(SparsePrefillBuilder):
         if self.flexmask is not None:
             # more rows than the stock backend decodes
             policy = self.flexmask.policy
-            self.flexmask.policy = policy._replace(least_rows=max(policy.least_rows, self.reorder_batch_threshold + 1))
+            self.flexmask.policy = policy._replace(min_rows=max(policy.min_rows, self.reorder_batch_threshold + 1))
 
     def flexmask_decoding(self, metadata: Any) -> tuple[int, int]:
         return metadata.num_decodes, metadata.num_decode_tokens

@@ -111,7 +111,7 @@ class VLLMEngine(Engine):
                 self._assign_layer_role(name, layer)
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
             latent = {x.attn_backend.get_builder_cls() for x in layers.values() if x.attn_backend.is_mla()}
-            policy = policy._replace(least_rows=max([policy.least_rows, *map(self._least_rows, latent)]))
+            policy = policy._replace(min_rows=max([policy.min_rows, *map(self._min_rows, latent)]))
             largest = min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
             is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
             kernel = ["", *(x.impl.flexmask_kernel for x in layers.values())][-1]
@@ -146,7 +146,7 @@ class VLLMEngine(Engine):
             self.roles[name] = Stock("its builder rewrites the batch (chunked local attention)")
         layer.impl.flexmask.assign_role(name)
 
-    def _least_rows(self, builder: Any) -> int:
+    def _min_rows(self, builder: Any) -> int:
         """The least rows that latent attention does not decode, by a bare builder. vLLM raises it for speculative decoding."""
         bare = builder.__new__(builder)
         bare.vllm_config = self._vllm_config
@@ -201,7 +201,7 @@ def follow_requests(vllm_config: Any) -> None:
     found = {"GPUModelRunner": runner, "InputBatch": input_batch.InputBatch}
     faults = faults_in(found, {f"GPUModelRunner.{name}": ("scheduler_output",), "InputBatch": {lengths}})
     if faults:
-        raise ImportError(f"flexmask needs another vLLM: {'; '.join(faults)}")
+        raise ImportError(f"flexmask does not support the model runner of this vLLM: {'; '.join(faults)}")
 
     def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         batch = stock(runner, scheduler_output, *arguments, **options)

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._torch import HAS_TRITON
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per key head."""
+"""Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per KV head."""
 
 
 class PageTable:

@@ -61,7 +61,7 @@ def _arguments(impl: type) -> set[str]:
 
 
 def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
-    """The shape of a cache of 3 pages of 16 tokens, with 2 key heads of 64 or latent rows of 576; () if vLLM does not say."""
+    """The shape of a cache of 3 pages of 16 tokens, with 2 KV heads of 64 or latent rows of 576; () if vLLM does not say."""
     from vllm.v1 import kv_cache_interface as caches
 
     if not hasattr(caches, "compute_layer_kv_cache_shape_bytes"):
@@ -86,7 +86,7 @@ def interface_faults(stock: Any) -> list[str]:
     found |= {x.__name__: x for x in (config.CompilationConfig, config.ModelConfig, config.ParallelConfig)}
     found |= {"builder": builder, "impl": impl, "the implementation": impl, "": ubatch_utils}
     found["the implementation's arguments"] = _arguments(impl)
-    # pages, key heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
+    # pages, KV heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
     wanted, shape = (3, 16, 576) if is_latent else (3, 2, 16, 128), _shape_of_cache(is_latent)
     faults = [] if shape == wanted else [f"the cache must have the shape {wanted}; got {shape}"]
     if is_latent:

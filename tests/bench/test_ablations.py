@@ -25,8 +25,8 @@ def ablations():
         METHODS.pop(method.method.name, None)
 
 
-def inputs(key_heads=2):
-    return structured_inputs(torch.Generator().manual_seed(3), 1, 4, key_heads, 900, 900, 32, sharpness=4.0)
+def inputs(kv_heads=2):
+    return structured_inputs(torch.Generator().manual_seed(3), 1, 4, kv_heads, 900, 900, 32, sharpness=4.0)
 
 
 def kept(mask):
@@ -59,8 +59,8 @@ def test_heads_of_a_key_head_share_what_one_head_alone_keeps(ablations):
     query, key = inputs()
     found = kept(ablations.shared(query, key, gamma=0.9, **OPTIONS))
     assert torch.equal(found[:, 0], found[:, 1]) and not torch.equal(found[:, 0], found[:, 2])
-    # one query head a key head: hybrid itself
-    query, key = inputs(key_heads=4)
+    # one query head a KV head: hybrid itself
+    query, key = inputs(kv_heads=4)
     masks = [method(query, key, gamma=0.9, **OPTIONS) for method in (ablations.shared, hybrid_mask)]
     assert torch.equal(*map(kept, masks)) and masks[0].sparsity() > 20
 

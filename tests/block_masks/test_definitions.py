@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexmask import METHODS, prepared_selection, run_method
+from flexmask import METHODS
+from flexmask.selection import prepare, run
 from tests.attention_calls import call, padding
 from tests.block_masks.definition_call import Call
 from tests.block_masks.definitions import DEFINITIONS, MASKS, TESTED, mask_of
@@ -84,9 +85,9 @@ def test_keeps_the_blocks_of_its_definition(name, options, case):
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if METHODS[name]().floats_per_row(4096)])
 def test_slices_of_rows_change_nothing(name, case, monkeypatch):
     expected = map_of(name, case_of(case))
-    slices, run = [], run_method.run_plain
-    monkeypatch.setattr(run_method, "run_plain", lambda *arguments: slices.append(1) or run(*arguments))
-    monkeypatch.setattr(prepared_selection, "MAX_FLOATS_PER_SLICE", 1)
+    slices, run_plain = [], run.run_plain
+    monkeypatch.setattr(run, "run_plain", lambda *arguments: slices.append(1) or run_plain(*arguments))
+    monkeypatch.setattr(prepare, "MAX_FLOATS_PER_SLICE", 1)
     assert torch.equal(map_of(name, case_of(case)), expected)
     assert len(slices) > 1
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from flexmask import compilation, hybrid_mask, plain, prepared_selection
+from flexmask import compilation, hybrid_mask, plain
 from flexmask._torch import HAS_TRITON
 from flexmask.base.blocks import block_problem
 from flexmask.base.inputs import attention_inputs
 from flexmask.block_masks import hybrid
+from flexmask.selection import prepare
 from tests.cases import Case, Config, by_kernels, cases, hybrid_rule, lower_thresholds, sparse_cases, structured_inputs
 from tests.comparisons import compare_drawn
 from tests.oracle.hybrid import Rule
@@ -159,7 +160,7 @@ def test_compiled_steps_get_the_length_of_the_prompt(monkeypatch):
     options = {"gamma": 0.95, "block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
     lengths = (None, 640, 6400, 2**62)
     expected = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]
-    for module in (compilation, prepared_selection):
+    for module in (compilation, prepare):
         monkeypatch.setattr(module, "runs_uncompiled", lambda query: False)
     monkeypatch.setattr(compilation, "compiled", lambda function, *_: function)
     found = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]

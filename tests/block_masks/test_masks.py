@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexmask import METHODS, prepared_selection
+from flexmask import METHODS
 from flexmask._torch import CPU_TAKES_UNBACKED_SIZES
 from flexmask.base.inputs import attention_inputs
 from flexmask.flex.run import run_flex_attention
+from flexmask.selection import prepare
 from tests.attention_calls import call, padding
 from tests.block_masks.definitions import MASKS, SPARSE, TESTED, all_masks, mask_of
 from tests.comparisons import assert_honest, assert_one_list, assert_same_attention, assert_same_stats
@@ -187,7 +188,7 @@ def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_squ
         stated = HEADS * METHODS[name].checked(128, {}).for_inputs(inputs).peak_bytes_per_head(inputs)
         largest.nbytes = 0
         MASKS[name](query, key)
-    a_slice = 4 * max(prepared_selection.MAX_FLOATS_PER_SLICE, HEADS * 128 * TOKENS) if by_rows else 0
+    a_slice = 4 * max(prepare.MAX_FLOATS_PER_SLICE, HEADS * 128 * TOKENS) if by_rows else 0
     assert largest.nbytes <= max(stated, a_slice) and largest.nbytes < TOKENS**2 / 8
 
 

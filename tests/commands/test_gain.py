@@ -98,10 +98,10 @@ def test_the_first_round_compiles_and_medians_of_the_others_count(flexmask, fold
 
 
 FORETOLD = """timing one layer on 530 tokens
-By one layer's time a dense prefill of 530 tokens takes 50 s.
+Estimated from one layer: a dense prefill of 530 tokens takes 50 s.
 timing one sparse, which compiles first (half a minute or more)
-A sparse one takes 40 s.
-Next: 4 of each, in turns, about 6.0 min in all.
+A sparse prefill takes 40 s.
+Next: 4 of each in turns, about 6.0 min in all.
 """
 
 
@@ -125,9 +125,9 @@ def test_the_wait_is_foretold_every_prefill_has_its_line_and_a_gain_one_to_paste
 @pytest.mark.parametrize(
     ("seconds", "words", "runs", "said"),
     [
-        ((200.0, 150.0), (), 1, "Next: 1 of each, in turns, about 5.8 min in all."),
-        ((100.0, 120.0), (), 1, "Next: 2 of each, in turns, about 7.3 min in all."),
-        ((50.0, 50.0), ("--minutes", "5"), 2, "Next: 3 of each, in turns, about 5.0 min in all."),
+        ((200.0, 150.0), (), 1, "Next: 1 of each in turns, about 5.8 min in all."),
+        ((100.0, 120.0), (), 1, "Next: 2 of each in turns, about 7.3 min in all."),
+        ((50.0, 50.0), ("--minutes", "5"), 2, "Next: 3 of each in turns, about 5.0 min in all."),
         # the layer deceived
         ((50.0, 50.0, 200.0, 150.0), (), 1, "Slower than planned: the other 2 of 4 rounds are left out."),
     ],
@@ -142,8 +142,8 @@ def test_rounds_fit_into_the_minutes(flexmask, folder, prompt, clock, seconds, w
 def test_a_prompt_that_takes_longer_is_refused_before_a_prefill(flexmask, folder, prompt, clock, seconds, compiles):
     clock += seconds
     result = flexmask("gain", folder, "--prompt", prompt, *SPARSE, code=1)
-    assert "flexmask: one of each takes more than 10 min here" in result.stderr
-    assert ("A sparse one takes" in result.stderr) == compiles
+    assert "flexmask: a dense and a sparse prefill take more than 10 min here" in result.stderr
+    assert ("A sparse prefill takes" in result.stderr) == compiles
     assert "prefill 1 of" not in result.stderr
 
 

@@ -52,7 +52,7 @@ def test_auto_takes_flash_only_where_it_was_seen_to_work(chosen, capability):
     assert chosen("triton", capability) == Backend("triton") and chosen.asked == []
 
 
-PLAIN = FlashKind(torch.bfloat16, 128, 128, per_key=1)
+PLAIN = FlashKind(torch.bfloat16, 128, 128, queries_per_kv=1)
 # kinds of calls that auto checks, by what they ask
 CHECKED = {
     "plain": ({}, PLAIN), "float16": ({"dtype": torch.float16}, PLAIN._replace(dtype=torch.float16)),

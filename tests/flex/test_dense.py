@@ -90,7 +90,7 @@ def test_wide_heads_in_groups_write_out_no_scores(mask):
 LENGTH = 240
 MASK_OPTIONS = {"tau": 0.0, "block_size": 16, "min_budget": 0}
 OPTIONS = {**MASK_OPTIONS, "dense_below": 100, "return_stats": True}
-# the second key head's heads keep everything
+# the second KV head's heads keep everything
 GAMMAS = (0.3, 1.0, 1.0, 1.0)
 
 
@@ -109,7 +109,7 @@ def _no_break_even(monkeypatch):
 
 
 def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
-    """Say "all" if the call as a whole ran dense, else the key heads that did; the sparse kernel runs for the others."""
+    """Say "all" if the call as a whole ran dense, else the KV heads that did; the sparse kernel runs for the others."""
     options = {**OPTIONS, **options}
     if method != "flexprefill":
         del options["tau"]
@@ -118,9 +118,9 @@ def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
         out, stats = sparse_attention(*tensors, method, **options)
     assert (len(without_kernel) == called) == stats.dense
     assert not stats.dense or (stats.dense_heads.all() and torch.equal(out, dense(*tensors)))
-    by_key_head = stats.dense_heads[0].unflatten(0, (2, 2))
-    assert torch.equal(by_key_head[:, 0], by_key_head[:, 1])
-    return "all" if stats.dense else by_key_head[:, 0].tolist()
+    by_kv_head = stats.dense_heads[0].unflatten(0, (2, 2))
+    assert torch.equal(by_kv_head[:, 0], by_kv_head[:, 1])
+    return "all" if stats.dense else by_kv_head[:, 0].tolist()
 
 
 @pytest.mark.usefixtures("_no_break_even")
@@ -144,7 +144,7 @@ def dense_heads(without_kernel, method="flexprefill", tensors=None, **options):
     ],
     ids=str,
 )
-def test_heads_that_keep_everything_run_dense_by_key_head(without_kernel, gamma, options, expected):
+def test_heads_that_keep_everything_run_dense_by_kv_head(without_kernel, gamma, options, expected):
     assert dense_heads(without_kernel, gamma=gamma, **options) == expected
 
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 # blocks of 16, so that attention in float64 is fast
 PLAIN = FlashKind(torch.bfloat16, 32, 32, block_size=16, direct=True)
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"has_window_or_offset": True}, "one list": {"shared": True, "per_key": 7},
+    "plain": {}, "window": {"has_window_or_offset": True}, "one list": {"shared": True, "queries_per_kv": 7},
     "unequal": {"head_dim": 48},
 }  # fmt: skip
 
@@ -118,9 +118,9 @@ def asked(package, monkeypatch):
     """Calls say what their masks hide; they are direct where the mask allows it."""
     found = []
 
-    def choose(*given, lists_only, **named):
-        found.append(lists_only)
-        return Backend("flash", direct=True) if lists_only else Backend("cpu")
+    def choose(*given, has_mask_mod, **named):
+        found.append(has_mask_mod)
+        return Backend("flash", direct=True) if not has_mask_mod else Backend("cpu")
 
     monkeypatch.setattr(plans, "chosen_backend", choose)
     return found
@@ -139,12 +139,12 @@ def users_mask(query, key, *, block_size, **where):
 def test_a_users_mask_goes_through_flex_attention(asked, package):
     query, key, value = torch.randn(3, 1, 2, 40, 16)
     sparse_attention(query, key, value, **OPTIONS)
-    assert asked == [True] and package.call_count == 1
+    assert asked == [False] and package.call_count == 1
     asked.clear()
     # one list for all heads, for which the backend is chosen again; each row sees itself alone
     out = sparse_attention(query, key, value, method=users_mask, block_size=16, dense_below=0)
     torch.testing.assert_close(out, value)
-    assert asked == [False, False] and package.call_count == 1
+    assert asked == [True, True] and package.call_count == 1
 
 
 @pytest.mark.attention
@@ -160,7 +160,7 @@ def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeyp
     query, key, value = torch.randn(3, 1, 2, 40, 16)
     out = sparse_attention(query, key, value, method=itself_mask, block_size=16, dense_below=0)
     torch.testing.assert_close(out, value)
-    assert asked == [True, False] and not package.called
+    assert asked == [False, True] and not package.called
 
 
 def test_a_plan_of_direct_calls_asks_again_inside_of_a_compilation(monkeypatch):

@@ -132,19 +132,19 @@ def test_finds_lists_of_full_or_partial_blocks_or_both_ignored(changes):
     assert "found block lists ignored: outputs off by" in found.reason
 
 
-@pytest.mark.parametrize("per_key", [1, 2, 8, 24])
-def test_the_problem_has_the_calls_query_heads_per_key_head(per_key):
-    query, key = (torch.zeros(1, heads, 64, 32, dtype=torch.bfloat16) for heads in (2 * per_key, 2))
+@pytest.mark.parametrize("queries_per_kv", [1, 2, 8, 24])
+def test_the_problem_has_the_calls_query_heads_per_kv_head(queries_per_kv):
+    query, key = (torch.zeros(1, heads, 64, 32, dtype=torch.bfloat16) for heads in (2 * queries_per_kv, 2))
     kind = FlashKind.of(attention_inputs(query, key, key), 16, shared=True)
-    assert kind.per_key == per_key
+    assert kind.queries_per_kv == queries_per_kv
 
     assert check_flash(kind, CPU, kernel).reason == ""
-    if per_key not in (2, 24):
+    if queries_per_kv not in (2, 24):
         assert "outputs off by" in check_flash(kind, CPU, packs_pairs).reason
 
 
 def packs_pairs(inputs, mask, return_lse):
-    """A kernel that reads a key head for every two query heads, right for a ratio of 2."""
+    """A kernel that reads a KV head for every two query heads, right for a ratio of 2."""
     of_query = torch.arange(inputs.query.shape[1]) // 2 % inputs.key.shape[1]
     return kernel(inputs.with_fields(key=inputs.key[:, of_query], value=inputs.value[:, of_query]), mask, return_lse)
 
@@ -190,7 +190,7 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
         assert flash_verdict(call, CPU, refuses) is flash_verdict(call, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
         f"flexmask: FLASH was not checked before such calls ({call}) were made where no check can run (in torch.compile, a "
-        "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not serve them: call "
+        "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not support them: call "
         "flexmask.warmup before"
     ]
     assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
@@ -204,7 +204,7 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
 )
 def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     if known is not None:
-        flash_verdict(call._replace(has_window_or_offset=True, per_key=1), CPU, Mock(return_value=known))
+        flash_verdict(call._replace(has_window_or_offset=True, queries_per_kv=1), CPU, Mock(return_value=known))
     expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
     x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
     # an offset if there are more keys than rows
@@ -229,7 +229,7 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
 def test_a_check_is_logged_with_its_time(caplog, verdict, level, said):
     size = next(_sizes)
     call = FlashKind(torch.float16, size, 128, 64, True, True, True, True, True, 1)
-    words = f"float16, head_dim {size}/128, 1 query head per key head, blocks of 64"
+    words = f"float16, head_dim {size}/128, 1 query head per KV head, blocks of 64"
     words += ", soft cap, window and offset, padding, one list for all heads, gradients"
     with caplog.at_level(logging.INFO, "flexmask"):
         flash_verdict(call, CPU, Mock(return_value=verdict))

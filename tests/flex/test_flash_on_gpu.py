@@ -39,8 +39,8 @@ SERVED = {
     "soft caps": {"has_softcap": True},
     "one mask for all heads": {"shared": True}, "float16": {"dtype": torch.float16}, "latent attention": {"head_dim": 192},
     "direct": {"direct": True}, "direct, window": {"direct": True, "has_window_or_offset": True},
-    "direct, latent attention": {"direct": True, "head_dim": 192, "per_key": 1},
-    "direct, one mask of seven heads, float16": {"direct": True, "shared": True, "per_key": 7, "dtype": torch.float16},
+    "direct, latent attention": {"direct": True, "head_dim": 192, "queries_per_kv": 1},
+    "direct, one mask of seven heads, float16": {"direct": True, "shared": True, "queries_per_kv": 7, "dtype": torch.float16},
 }  # fmt: skip
 
 
@@ -64,15 +64,15 @@ def poisoned(lists):
 
 
 LENGTHS = [(129, 129), (1000, 1000), (4200, 4200), (129, 1300), (700, 4300), (1, 500)]
-HEADS = [(1, 128), (2, 64), (6, 128), (7, 64)]  # query heads per key head, head_dim
+HEADS = [(1, 128), (2, 64), (6, 128), (7, 64)]  # query heads per KV head, head_dim
 
 
 @pytest.mark.parametrize("window", [None, 500])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "one list"])
-@pytest.mark.parametrize(("per_key", "head_dim"), HEADS)
-def test_a_direct_call_is_attention_to_the_listed_blocks(cuda, per_key, head_dim, shared, window):
+@pytest.mark.parametrize(("queries_per_kv", "head_dim"), HEADS)
+def test_a_direct_call_is_attention_to_the_listed_blocks(cuda, queries_per_kv, head_dim, shared, window):
     for q_len, kv_len in LENGTHS:
-        sizes = ((2 * per_key, q_len), (2, kv_len), (2, kv_len))
+        sizes = ((2 * queries_per_kv, q_len), (2, kv_len), (2, kv_len))
         query, key, value = (
             normal_numbers((1, heads, n, head_dim), seed, torch.bfloat16, cuda) for seed, (heads, n) in enumerate(sizes)
         )
@@ -80,7 +80,7 @@ def test_a_direct_call_is_attention_to_the_listed_blocks(cuda, per_key, head_dim
         inputs = plain.with_offset()
         tokens = inputs.tokens()
         seen = block_visibility(tokens, 128, window)
-        shape = (1, 1 if shared else 2 * per_key, *seen.visible.shape[1:])
+        shape = (1, 1 if shared else 2 * queries_per_kv, *seen.visible.shape[1:])
         keep = (torch.rand(shape, generator=torch.Generator().manual_seed(q_len)) < 0.5).to(cuda) & seen.visible[:, None]
         lists = block_lists(keep, seen.full)
         visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
@@ -119,7 +119,7 @@ def test_last_rows_in_parts_are_those_of_one_call(cuda, heads, head_dims):
             out, lse = flash_attention(inputs, lists, 128, True, 1.0, of_parts)
             torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
             torch.testing.assert_close(lse, wanted, atol=1e-3, rtol=0)
-            torch.testing.assert_close(flash_attention(inputs, lists, 128, last=of_parts)[0], expected, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(flash_attention(inputs, lists, 128, last_rows=of_parts)[0], expected, atol=1e-2, rtol=1e-2)
         wrong = last._replace(lists=last.lists._replace(full_kv_num_blocks=last.lists.full_kv_num_blocks - 1))
         assert not torch.allclose(flash_attention(inputs, lists, 128, True, 1.0, wrong)[1], wanted, atol=1e-3, rtol=0)
 

@@ -21,7 +21,7 @@ def head_bytes(inputs, named="flexprefill", block_size=16, **options):
     return method_of(named, block_size, options).for_inputs(inputs).peak_bytes_per_head(inputs)
 
 
-# by number of heads: batch rows, heads and key heads of a group, of 2 rows with 16 heads on 4
+# by number of heads: batch rows, heads and KV heads of a group, of 2 rows with 16 heads on 4
 LARGEST = {32: (2, 16, 4), 16: (1, 16, 4), 8: (1, 8, 2), 4: (1, 4, 1), 2: (1, 2, 1), 0: (1, 1, 1)}
 
 

@@ -25,7 +25,7 @@ SIZE = 16
 @pytest.fixture
 def processors(monkeypatch):
     """Set the number of multiprocessors."""
-    return lambda number: monkeypatch.setattr(last_rows, "num_processors", lambda device: number)
+    return lambda number: monkeypatch.setattr(last_rows, "num_sms", lambda device: number)
 
 
 def inputs(q_len, kv_len, heads=2, batch=1):
@@ -168,7 +168,7 @@ def test_a_verdict_on_the_log_sum_exp_reaches_the_plan(monkeypatch):
     monkeypatch.setattr(backend_module, "_check_flash_by_name", lambda *given: None)
     given = inputs(320, 320)
     for verdict in (Verdict(), Verdict(lse_reason="off by 1.3")):
-        found = chosen_backend("flash", given, SIZE, verdict=lambda *kind, verdict=verdict: verdict, lists_only=True)
+        found = chosen_backend("flash", given, SIZE, verdict=lambda *kind, verdict=verdict: verdict, has_mask_mod=False)
         assert found.has_lse == (not verdict.lse_reason)
 
 
@@ -195,7 +195,9 @@ def test_groups_of_one_size_share_the_lists(directly, processors):
     it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
     where = {"dense_below": 0, "gamma": 0.9, "block_size": SIZE, "min_budget": 0, "min_coverage": 0.0, "max_mask_bytes": 1}
     groups = plan(it.query, it.key, it.value, **where).groups
-    assert len(groups) == 4 and groups[0].last is not None and all(group.last is groups[0].last for group in groups)
+    assert (
+        len(groups) == 4 and groups[0].last_rows is not None and all(group.last_rows is groups[0].last_rows for group in groups)
+    )
 
 
 def test_layers_of_a_plan_share_the_lists(directly, processors, monkeypatch):

@@ -107,5 +107,5 @@ def test_a_mask_kept_beyond_its_block_is_refused_by_name(attention, compiled, mo
     ],
 )
 def test_torch_refuses_a_mask_by_name(call):
-    with pytest.raises(NotImplementedError, match="reads its mask's numbers, to compute with"):
+    with pytest.raises(NotImplementedError, match="uses its attention mask's numbers"):
         call(torch.zeros(1, 1, 4, 4), GeometryMask((1, 1, 4, 4), 0))

@@ -88,7 +88,7 @@ def test_model_by_name_is_compiled_with_its_config(model, prompt, counted):
 
 def test_export_is_refused(model, prompt):
     given = {"attention_mask": torch.ones_like(prompt), "use_cache": False}
-    with flexmask_hf.sparse_prefill(model, **OPTIONS), pytest.raises(Exception, match=r"flexmask does not serve torch\.export"):
+    with flexmask_hf.sparse_prefill(model, **OPTIONS), pytest.raises(Exception, match=r"flexmask does not support torch\.export"):
         torch.export.export(model, (prompt,), given, strict=True)
 
 

@@ -168,5 +168,5 @@ def test_inspection_refuses(arguments, error, message):
 def test_a_model_that_is_spread_over_processes_is_refused():
     model = make_model()
     model.model.layers[0].mlp.up_proj.weight.device_mesh = "of a DTensor"
-    with pytest.raises(NotImplementedError, match="inspect_prefill does not serve a model spread over processes"):
+    with pytest.raises(NotImplementedError, match="inspect_prefill does not support a model spread over processes"):
         inspect_prefill(model, torch.arange(1, 40))

@@ -34,7 +34,7 @@ def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
 
 @pytest.mark.parametrize("what", FORWARD_REFUSALS)
 def test_forward_refuses(model, tokens, what):
-    refused = pytest.raises(NotImplementedError, match=f"does not serve .*{what}.*; use ")
+    refused = pytest.raises(NotImplementedError, match=f"does not support .*{what}.*; use ")
     with flexmask_hf.sparse_prefill(model, **KEEP_ALL), refused:
         model(tokens, **FORWARD_REFUSALS[what])
 
@@ -86,7 +86,7 @@ def test_continuous_batching_is_refused(model, tokens):
     if RELEASE < (5, 0):  # its thread dies before attention on a CPU
         assert model.generate_batch([[1, 2, 3]]) == {}
         return
-    with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not serve"):
+    with pytest.raises((ValueError, NotImplementedError), match=r"not supported|does not support"):
         model.generate_batch([[1, 2, 3]])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from flexmask import SelectionStats
 from flexmask.integrations.record import MAX_CALLS, PrefillRun
-from flexmask.integrations.record.calls import MOST_REASONS, OTHER_REASONS, CallSize, LayerTotals
+from flexmask.integrations.record.calls import MAX_REASONS, OTHER_REASONS, CallSize, LayerTotals
 from flexmask.settings import PrefillSettings
 from flexmask.stats import dense_stats as dense_stats_of
 
@@ -20,17 +20,17 @@ HEADS = 4
 def stats_of(seed, batch=1, hybrid=False):
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS)
-    names = ("density", "coverage", "row_coverage", "least_row_coverage", "js_distance")
+    names = ("density", "coverage", "row_coverage", "min_row_coverage", "js_distance")
     own = {name: torch.rand(shape, generator=generator) for name in names}
     own |= {name: own["density"] < most for name, most in (("is_query_aware", 0.4), ("dense_heads", 0.2))}
-    unknown = ("js_distance",) if hybrid else ("row_coverage", "least_row_coverage")
+    unknown = ("js_distance",) if hybrid else ("row_coverage", "min_row_coverage")
     own |= {name: torch.full(shape, math.nan) for name in unknown}
     return replace(dense_stats(batch), **own, dense=False)
 
 
 def holding(coverage, least):
     """Of a hybrid call, by head."""
-    shares = {"coverage": torch.tensor([coverage]), "least_row_coverage": torch.tensor([least])}
+    shares = {"coverage": torch.tensor([coverage]), "min_row_coverage": torch.tensor([least])}
     return replace(stats_of(0, hybrid=True), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool), **shares)
 
 
@@ -156,7 +156,7 @@ def test_runs_are_bounded_by_default():
         run.record(0, dense_stats(), None, f"{length} tokens", length, CallSize(1, length, length))
     reasons = run.summary().layers[0].reasons
     assert sum(reasons.values()) == 100
-    assert len(reasons) <= MOST_REASONS + 1
+    assert len(reasons) <= MAX_REASONS + 1
     assert reasons[OTHER_REASONS] > 80
 
 
@@ -190,7 +190,7 @@ def test_tokens_of_a_prefill_count_once(calls, said):
 @pytest.mark.parametrize("by_rows", [True, False])
 def test_a_layer_shows_what_all_its_rows_keep_where_the_method_knows(by_rows):
     # the last rows of hybrid are dense, and keep all
-    shares = {"coverage": [1.0] * 4, "row_coverage": [0.6, 0.7, 0.8, 0.9], "least_row_coverage": [0.38, 0.5, 0.6, 0.7]}
+    shares = {"coverage": [1.0] * 4, "row_coverage": [0.6, 0.7, 0.8, 0.9], "min_row_coverage": [0.38, 0.5, 0.6, 0.7]}
     given = shares if by_rows else {"coverage": shares["row_coverage"]}
     run, stats = PrefillRun(), {name: torch.tensor([share]) for name, share in given.items()}
     run.record(

@@ -22,7 +22,7 @@ from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable
 from flexmask.kernels.join_parts import join_parts
-from flexmask.run_method import run_on_problem
+from flexmask.selection.run import run_on_problem
 from tests.cases import Config
 
 # most entries of a small and of a medium pooled map
@@ -37,7 +37,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     rich: bool = False  # with padding, window, soft cap and a largest budget
     map_size: str = "small"
-    per_key: int = 2  # query heads of a key head
+    queries_per_kv: int = 2  # query heads of a KV head
     row_stride: int = 8
     length: int = 1024  # of queries; one that 16 does not divide keeps Triton from vectorizing
 
@@ -85,12 +85,18 @@ def launched(problem: Problem) -> dict[str, Variant]:
 
     JITFunction.run = record
     map_top_p_kernels.SMALL_MAP, map_top_p_kernels.MEDIUM_MAP = MAPS[problem.map_size]
-    head_dim, block_size, dtype, rich, _, per_key, row_stride, q_len = problem
+    head_dim, block_size, dtype, rich, _, queries_per_kv, row_stride, q_len = problem
     kv_len = 2 * q_len if rich else q_len
-    query, key = torch.empty(2, 2 * per_key, q_len, head_dim, dtype=dtype), torch.empty(2, 2, kv_len, head_dim, dtype=dtype)
+    query, key = (
+        torch.empty(2, 2 * queries_per_kv, q_len, head_dim, dtype=dtype),
+        torch.empty(2, 2, kv_len, head_dim, dtype=dtype),
+    )
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
-    numbers = {"gamma": torch.full((2 * per_key,), 0.5, dtype=torch.float64), "tau": torch.tensor(0.5, dtype=torch.float64)}
+    numbers = {
+        "gamma": torch.full((2 * queries_per_kv,), 0.5, dtype=torch.float64),
+        "tau": torch.tensor(0.5, dtype=torch.float64),
+    }
     numbers["min_coverage"] = torch.tensor(0.5, dtype=torch.float64)
     hybrid = {"method": "hybrid", "row_stride": row_stride, "max_budget": None}
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
@@ -100,7 +106,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
         given = {name: value for name, value in numbers.items() if name in config.options and rich}
         inputs = AttentionInputs(query, key, None, *scores).with_offset()
         statistics = ("row_coverage",) if rich else ()
-        blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.edges_of(inputs, block_size))
+        blocks = BlockProblem(inputs, block_size, kernels, rich, kernels.kernel_geometry(inputs, block_size))
         run_on_problem(blocks, config.checked_method.with_options(**given), statistics)
     row = torch.empty(4, 2, head_dim, dtype=dtype)
     cache = torch.empty(2, 2, 16, 2 * head_dim, dtype=dtype)

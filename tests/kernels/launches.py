@@ -34,7 +34,7 @@ class Launches:
     __name__ = "add"
 
     def __init__(self):
-        self.function = jit.JITFunction(add, do_not_specialize=list(launch._NUMBERS))
+        self.function = jit.JITFunction(add, do_not_specialize=list(launch.DO_NOT_SPECIALIZE))
         backend = make_backend(GPUTarget("cuda", 90, 32))
         self.bind = jit.create_function_from_signature(self.function.signature, self.function.params, backend)
         self.compiled, self.through_triton, self.ran = 0, 0, []

@@ -14,8 +14,8 @@ from flexmask.base.selection import BlockLists
 from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.kernels import launch, replay
-from flexmask.prepared_selection import prepare_selection, with_replay
-from flexmask.select import select_blocks
+from flexmask.selection.prepare import prepare_selection, with_replay
+from flexmask.selection.select import select_blocks
 from flexmask.settings import PrefillSettings
 from tests.cases import Case, Config, by_kernels, structured_inputs
 from tests.comparisons import assert_equal_lists

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask import block_masks
 from flexmask.base.inputs import attention_inputs
-from flexmask.prepared_selection import PreparedSelection, prepare_selection
-from flexmask.select import select_blocks
-from flexmask.selection_operator import run_operator
+from flexmask.selection.operator import run_operator
+from flexmask.selection.prepare import PreparedSelection, prepare_selection
+from flexmask.selection.select import select_blocks
 from flexmask.stats import FROM_LISTS, STATISTICS
 from tests.attention_calls import call, padding
 from tests.cases import Case, Config, by_kernels, cases, lower_thresholds, sparse_cases, structured_inputs
@@ -60,7 +60,7 @@ def selected(case):
 def test_equals_the_oracle():
     short = cases(st.sampled_from([1, 15, 63, 129]) | st.integers(1, 160), [16, 32, 48], [0.43, 0.71, 0.91, 1.0], (0, 1, 4))
     # few cases are drawn: the calls below drop blocks and have query-aware heads, whatever these do
-    for drawn in (short, sparse_cases(most_blocks=14)):
+    for drawn in (short, sparse_cases(max_blocks=14)):
         compare_drawn(drawn, 4, selected)
     with lower_thresholds(0.2):
         compare_drawn(cases(st.integers(60, 160), [16], budgets=(0, 3), method="hybrid", row_stride=4), 5, selected)
@@ -191,12 +191,16 @@ def test_neither_the_default_dtype_nor_how_amd_stores_masks_changes_them(method,
 
 @pytest.mark.parametrize("maps", [(16, 16), (0, 16), (0, 0), "per_query", "hybrid"], ids=str)
 def test_kernels_are_specialized_on_strides_only(monkeypatch, maps):
-    """Of another number that is not in `_NUMBERS`, 1 and multiples of 16 compile a kernel again."""
+    """Of another number that is not in `DO_NOT_SPECIALIZE`, 1 and multiples of 16 compile a kernel again."""
     specialized, run = set(), launch.Kernel._launch
 
     def noted(self, grid, *arguments, **constants):
         for parameter, value in zip(inspect.signature(self.jit.fn).parameters.values(), arguments, strict=False):
-            if type(value) is int and "constexpr" not in str(parameter.annotation) and parameter.name not in launch._NUMBERS:
+            if (
+                type(value) is int
+                and "constexpr" not in str(parameter.annotation)
+                and parameter.name not in launch.DO_NOT_SPECIALIZE
+            ):
                 specialized.add(parameter.name)
         run(self, grid, *arguments, **constants)
 

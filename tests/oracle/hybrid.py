@@ -32,7 +32,7 @@ def hybrid_selection(
 ) -> ReferenceResult:  # fmt: skip
     """Decide one head."""
     # 1 - gamma of what each of as many equal blocks gets as the query block with most sees
-    share = (1 - gamma) / most_blocks(seen, prompt_len)
+    share = (1 - gamma) / max_blocks(seen, prompt_len)
     last_rows = steps.representative_rows("last", seen)
     attention = steps.representative_attention(head, last_rows, seen)
 
@@ -57,14 +57,14 @@ def hybrid_selection(
     mask = head_mask(of_rows | of_last | nearest | always, attention, last_rows, seen)
     sampled = [float((rows.mean(0) * mask.keep[r]).sum()) for r, rows in enumerate(shares) if rows.any()]
     covered = sum(sampled) / len(sampled) if sampled else math.nan
-    coverages: dict[str, Any] = {"row_coverage": covered, "least_row_coverage": min(sampled, default=math.nan)}
+    coverages: dict[str, Any] = {"row_coverage": covered, "min_row_coverage": min(sampled, default=math.nan)}
     decided = [relative(float(largest[j]), rule.last_row_multiple * share) for j in seen.key_blocks]
     decided += [relative(float(evidence[r, j]), rule.row_multiple * share) for r, j in seen.visible_blocks] + doubts
     margin = min(decided, default=math.inf) if gamma < 1 else math.inf
     return mask._replace(vertical=largest, margin=margin, num_vertical_blocks=len(key_blocks), **coverages)
 
 
-def most_blocks(seen: Visibility, prompt_len: int | None) -> int:
+def max_blocks(seen: Visibility, prompt_len: int | None) -> int:
     """Key blocks of the query block that sees most, in the call and in the rest of the prompt behind its last row."""
     most = max(len(seen.blocks_of(r)) for r in range(seen.num_q_blocks))
     if prompt_len is None:

@@ -46,9 +46,9 @@ def reference(
         for h in range(num_heads):
             if not seen.valid_rows:
                 covered = 0.0 if method == "hybrid" else math.nan
-                heads.append(undecided(seen)._replace(js_distance=0.0, row_coverage=covered, least_row_coverage=covered))
+                heads.append(undecided(seen)._replace(js_distance=0.0, row_coverage=covered, min_row_coverage=covered))
                 continue
             query_head = query[b, h].detach().cpu().double()
-            key_head = key[b, h // (num_heads // num_kv_heads)].detach().cpu().double()
-            heads.append(select(AttentionHead(query_head, key_head, scale, softcap), seen, gamma=gammas[h]))
+            kv_head = key[b, h // (num_heads // num_kv_heads)].detach().cpu().double()
+            heads.append(select(AttentionHead(query_head, kv_head, scale, softcap), seen, gamma=gammas[h]))
     return stacked(heads, batch)

@@ -29,7 +29,7 @@ class ReferenceResult(NamedTuple):
     num_vertical_blocks: Any = 0  # without the blocks that are always kept
     num_slash_blocks: Any = 0
     row_coverage: Any = math.nan  # row evidence in kept blocks, mean over query blocks; NaN if not computed
-    least_row_coverage: Any = math.nan  # the least of them
+    min_row_coverage: Any = math.nan  # the least of them
     margin: Any = math.inf  # the smallest of the decisions that the mask depends on
 
 

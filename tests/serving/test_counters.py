@@ -29,7 +29,7 @@ def looked_at(**held):
     """The same of two heads, with statistics; what is not in `held` was not computed."""
     heads = torch.tensor([[0.3, 0.3]])
     unknown, none = torch.full_like(heads, math.nan), torch.zeros_like(heads, dtype=torch.bool)
-    found = {"coverage": unknown, "least_row_coverage": unknown, **{name: torch.tensor([each]) for name, each in held.items()}}
+    found = {"coverage": unknown, "min_row_coverage": unknown, **{name: torch.tensor([each]) for name, each in held.items()}}
     stats = dataclasses.replace(dense_stats(heads[..., None, None]), density=heads, dense_heads=none, dense=False, **found)
     return sparse((0, 1), (0, 1))._replace(stats=stats)
 
@@ -88,7 +88,7 @@ def test_heads_that_keep_little_are_named_once_for_all_layers(caplog):
     counters = Counters()
     counters.log_to(logging.getLogger("serving"), 60.0)
     counters.add_step(70, 0)
-    counters.add_call(LAYERS[2], looked_at(coverage=[0.1, 0.9], least_row_coverage=[0.26, 0.11]), 70, 70)
+    counters.add_call(LAYERS[2], looked_at(coverage=[0.1, 0.9], min_row_coverage=[0.26, 0.11]), 70, 70)
     counters.add_call(LAYERS[3], looked_at(coverage=[0.2, 0.9]), 70, 70)
     # a request that chose its gamma
     counters.add_call(LAYERS[4], looked_at(coverage=[0.0, 0.0]), 70, 70, names_heads=False)

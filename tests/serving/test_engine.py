@@ -95,7 +95,9 @@ def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
     for reason in ("a step is odd", "it is even", "a step is odd"):
         split = ours.split(StepRequests([0, 300], [300]), reason)
         assert (split.sparse, split.dense_tokens) == ((), 300)
-    assert caplog.messages == [f"flexmask: attention runs stock: {reason}" for reason in ("a step is odd", "it is even")]
+    assert caplog.messages == [
+        f"flexmask: the engine's own attention runs: {reason}" for reason in ("a step is odd", "it is even")
+    ]
 
 
 def test_the_first_sparse_layer_counts_for_all():
@@ -122,14 +124,14 @@ def test_start_logs_the_roles_and_compiles(caplog):
     method = "(hybrid, gamma 0.2 to 0.3 by layer or head, min_budget 0, min_coverage 0.0)"
     from_where = "from 0 tokens on, in chunks of at least 32 rows, "
     assert roles.startswith(f"flexmask: 2 of 3 attention layers prefill sparse {method} {from_where}")
-    assert roles.endswith("; STOCK serves all else. Settings: defaults. Stock: 1 layer (in dense_layers).")
+    assert roles.endswith("; STOCK runs all else. Settings: defaults. Layers left to it: 1 layer (in dense_layers).")
     assert compiled.startswith("flexmask: kernels compiled in ")
 
 
 def test_start_says_that_a_model_has_no_attention_layers(caplog):
     caplog.set_level("INFO", "flexmask.tests")
     Plain(num_layers=0).start((130, 400), CPU, torch.float32, "STOCK")
-    nothing = "flexmask runs stock: no attention layers found in this model; STOCK serves it. Settings: defaults."
+    nothing = "flexmask: no attention layers found in this model; STOCK runs it. Settings: defaults."
     assert caplog.messages == [nothing]
 
 

@@ -83,11 +83,11 @@ def test_the_variable_may_name_a_file(of_variable, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"gama": 0.9}, ValueError, "method 'hybrid' takes .* got 'gama'; .* kernel, file, least_rows, count_density, log_every"),
+        ({"gama": 0.9}, ValueError, "method 'hybrid' takes .* got 'gama'; .* kernel, file, min_rows, count_density, log_every"),
         ({"kernel": "FLASHINFER"}, ValueError, "kernel must be"),
         ({"count_density": 1}, TypeError, "count_density must be true or false; got 1"),
-        ({"least_rows": -1}, ValueError, "least_rows must be"),
-        ({"least_rows": 1.5}, TypeError, "least_rows must be"),
+        ({"min_rows": -1}, ValueError, "min_rows must be"),
+        ({"min_rows": 1.5}, TypeError, "min_rows must be"),
         ({"log_every": 0}, ValueError, "log_every must be > 0 seconds; got 0"),
         ({"file": 3}, TypeError, "file must be a path; got int"),
     ],

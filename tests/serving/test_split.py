@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.layers import LayerShape, role_of_shape
-from flexmask.integrations.serving.options import LEAST_ROWS, RequestOptions, read_options
+from flexmask.integrations.serving.options import MIN_ROWS, RequestOptions, read_options
 from flexmask.integrations.serving.split import StepRequests, StockSpan, split_step
 from flexmask.integrations.serving.startup import roles_line
 
@@ -45,28 +45,28 @@ def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
     assert [each.cached_len for each in known.sparse] == [0, 0]
 
 
-@pytest.mark.parametrize(("given", "least_rows"), [({}, LEAST_ROWS), ({"dense_below": 0}, 128), ({"least_rows": 1000}, 1000)])
-def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, least_rows):
+@pytest.mark.parametrize(("given", "min_rows"), [({}, MIN_ROWS), ({"dense_below": 0}, 128), ({"min_rows": 1000}, 1000)])
+def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, min_rows):
     options = read_options(given, "options", "here", ("",), "")
-    assert options.policy.least_rows == least_rows
+    assert options.policy.min_rows == min_rows
     role = role_of_shape(LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2), 0, options.settings)
-    assert f"in chunks of at least {least_rows} rows," in roles_line([role], options, "stock")
+    assert f"in chunks of at least {min_rows} rows," in roles_line([role], options, "stock")
 
 
 @given(
     requests=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400), st.booleans()), min_size=1, max_size=12),
-    least_rows=st.sampled_from([2, 16, 64]),
+    min_rows=st.sampled_from([2, 16, 64]),
     dense_below=st.sampled_from([0, 200, 500]),
 )
-def test_every_row_is_in_exactly_one_place(requests, least_rows, dense_below):
+def test_every_row_is_in_exactly_one_place(requests, min_rows, dense_below):
     rows, context, prefilling = zip(*requests, strict=True)
     starts, lengths = [0, *accumulate(rows)], list(map(sum, zip(rows, context, strict=True)))
-    split = split_step(StepRequests(starts, lengths, prefilling), DensePolicy(dense_below, least_rows))
+    split = split_step(StepRequests(starts, lengths, prefilling), DensePolicy(dense_below, min_rows))
     runs = zip(starts, starts[1:], lengths, prefilling, strict=False)
     expected = [
         SparseRequest(index, start, stop, length)
         for index, (start, stop, length, is_prefill) in enumerate(runs)
-        if is_prefill and stop - start >= least_rows and length >= dense_below
+        if is_prefill and stop - start >= min_rows and length >= dense_below
     ]
     assert list(split.sparse) == expected
     assert split.sparse_tokens == sum(each.stop - each.start for each in expected)

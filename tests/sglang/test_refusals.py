@@ -28,9 +28,9 @@ def server(prefill="flexmask", decode="fa3", **others):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"uses_mla": True}, "does not serve multi-head latent attention"),
+        ({"uses_mla": True}, "does not support multi-head latent attention"),
         ({"decode": "flexmask"}, "'flexmask' must be the --prefill-attention-backend, beside another for decoding"),
-        *(({name: True}, f"{name} must be off .* does not serve {re.escape(feature)}") for name, feature in REFUSED.items()),
+        *(({name: True}, f"{name} must be off .* does not support {re.escape(feature)}") for name, feature in REFUSED.items()),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode must be off .* prefill/decode disaggregation"),
         ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be off .* speculative decoding"),
         ({"attn_cp_size": 2}, "attn_cp_size must be 1 .* got 2"),

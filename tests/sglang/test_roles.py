@@ -81,7 +81,7 @@ def test_what_runs_stock_is_logged_once(caplog, monkeypatch):
     for _ in range(2):
         ours.step([(0, 0, 200)], spec_info=object())
     assert [each for each in caplog.messages if "compiling" not in each and "flexmask" in each] == [
-        f"flexmask: attention runs stock: {reason}"
+        f"flexmask: the engine's own attention runs: {reason}"
         for reason in (
             "layers are called with sinks",
             "layers get no keys and values",
@@ -102,7 +102,7 @@ def test_layers_that_the_model_hides_are_logged_and_not_served(caplog):
     engine = SGLangEngine(served.runner, ServingOptions(SPARSE, "torch_native"))
     engine.prepare((512, 512), torch.device("cpu"), torch.float32)
     assert not engine.sparse_layers
-    assert "flexmask runs stock: no attention layers found in this model; torch_native serves it." in caplog.text
+    assert "flexmask: no attention layers found in this model; torch_native runs it." in caplog.text
 
 
 def test_dummy_prefills_and_other_layers_of_a_step_are_not_counted_and_free_no_memory():

@@ -30,14 +30,14 @@ def forget(cache, windows):
 
 
 @torch.no_grad()
-def log_probabilities(model, tokens, chunk, options, least_rows):
+def log_probabilities(model, tokens, chunk, options, min_rows):
     """Of every token but the first, given those before it; and the most likely next one."""
     cache, logits = DynamicCache(config=model.config), []
     windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
     cache.layers = [layer if window is None else DynamicLayer() for layer, window in zip(cache.layers, windows, strict=True)]
     tokens = torch.tensor([tokens], device=model.device)
     for part in tokens.split(chunk, 1):
-        is_sparse = options is not None and part.shape[1] >= least_rows
+        is_sparse = options is not None and part.shape[1] >= min_rows
         with sparse_prefill(model, **options, prompt_len=tokens.shape[1]) if is_sparse else nullcontext():
             logits.append(model(input_ids=part, past_key_values=cache).logits[0])
         forget(cache, windows)
@@ -71,11 +71,11 @@ def main(*words_and_out):
             most, whole = chunk // page * page, len(tokens) // page * page
             asked[name] = tokens, [x for x in (*[most] * (whole // most), whole % most, len(tokens) - whole) if x]
     # FLASH_ATTN_MLA decodes the others
-    least_rows = 513 if questions is LATENT_ON_CUDA else 2
+    min_rows = 513 if questions is LATENT_ON_CUDA else 2
     dtype = "bfloat16" if {"cuda", "bfloat16"} & set(words) else engine.arguments.get("dtype", "float32")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
     results = {
-        name: {each: log_probabilities(model, *given, ENGINES[name].options, least_rows) for each, given in asked.items()}
+        name: {each: log_probabilities(model, *given, ENGINES[name].options, min_rows) for each, given in asked.items()}
         for name in engines
     }
     Path(out).write_text(json.dumps(results), encoding="utf-8")

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from tests.serving import programs
 from tests.serving.programs import FAULT, QUESTIONS, prompt, split_one_token_off
 from tests.vllm import random_models
-from tests.vllm.engines import CPU_PLUGIN, ENGINES, LATENT, LATENT_ON_CUDA, MODEL, MOST_TOKENS, PAGE, PAGES, on_cpu, on_cuda
+from tests.vllm.engines import CPU_PLUGIN, ENGINES, LATENT, LATENT_ON_CUDA, MAX_TOKENS, MODEL, PAGE, PAGES, on_cpu, on_cuda
 
 # vLLM's processes import this module, under another name
 if os.environ.get(FAULT):
@@ -35,7 +35,7 @@ def main(name: str, *device_and_out: str) -> None:
     given |= {"distributed_executor_backend": "uni"} if engine.ranks == 1 else {"tensor_parallel_size": engine.ranks}
     if engine.model is not None:
         given |= {"model": engine.model(Path(out).with_suffix(".model")), "skip_tokenizer_init": True, "max_model_len": 2048}
-    common = {"model": MODEL, "max_model_len": MOST_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
+    common = {"model": MODEL, "max_model_len": MAX_TOKENS, "seed": 0, "max_num_seqs": 8, "block_size": PAGE}
     common |= {"max_num_batched_tokens": engine.rows, "num_gpu_blocks_override": PAGES}
     common |= {"additional_config": {} if options is None else {"flexmask": options}}
     if engine.pages is not None:
@@ -62,7 +62,7 @@ class Asked(programs.Asked):
         from vllm.exceptions import VLLMValidationError
 
         self.llm, self.refusal, self.folder = llm, VLLMValidationError, folder
-        self.has_budget = engine.ranks == 1 and engine.rows == MOST_TOKENS
+        self.has_budget = engine.ranks == 1 and engine.rows == MAX_TOKENS
         self.layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         self.questions = LATENT_ON_CUDA if engine.questions is LATENT and device == ["cuda"] else engine.questions
         if engine.questions is not QUESTIONS:
@@ -163,7 +163,7 @@ class Asked(programs.Asked):
         return self.generate([prompt(3001), prompt(1700, seed=1)], scored=False)
 
     def empty_cache(self):
-        self.budget(MOST_TOKENS)
+        self.budget(MAX_TOKENS)
         self.llm.reset_prefix_cache()
 
     def preempted(self):

@@ -27,7 +27,7 @@ ON_CUDA = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-MOST_TOKENS, PAGE = 8192, 32
+MAX_TOKENS, PAGE = 8192, 32
 # two requests of `preempted` do not fit to their end
 PAGES = 264
 KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
@@ -38,9 +38,9 @@ BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 
 # of random models, as `QUESTIONS`: rows, beginnings and ends of prompts, new tokens
-WHOLE = {"whole": (MOST_TOKENS, [(0, 1500), (0, 700)], 4), "odd_chunks": (333, [(0, 1500)], 4)}
+WHOLE = {"whole": (MAX_TOKENS, [(0, 1500), (0, 700)], 4), "odd_chunks": (333, [(0, 1500)], 4)}
 _PROMPTS = [(0, 1500), (0, 40), (0, 700), (300, 330), (100, 900)]
-LATENT = {"whole": (MOST_TOKENS, _PROMPTS, 6), "odd_chunks": (333, _PROMPTS[:3], 6)}
+LATENT = {"whole": (MAX_TOKENS, _PROMPTS, 6), "odd_chunks": (333, _PROMPTS[:3], 6)}
 # more than the 512 rows that FLASH_ATTN_MLA decodes
 LATENT_ON_CUDA = {**LATENT, "odd_chunks": (605, _PROMPTS[:3], 6)}
 # chunks between one page of a mixture and two, and a prompt whose beginning may be cached
@@ -58,7 +58,7 @@ class Engine(NamedTuple):
     model: Callable[[Path], str] | None = None  # writes one; None: the retriever
     questions: Mapping[str, Any] = QUESTIONS
     ranks: int = 1
-    rows: int = MOST_TOKENS  # most of a step; fewer than all cannot be changed
+    rows: int = MAX_TOKENS  # most of a step; fewer than all cannot be changed
     kernel: str = "FLASH_ATTN"
     arguments: Mapping[str, Any] = {}
     faults: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ GUESSED: tuple[tuple[str, int, dict[str, Any]], ...] = (
 _TRACED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 _STAGES: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, **_TRACED}
 # a model with the retriever's tokenizer
-_SEEING: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": MOST_TOKENS}
+_SEEING: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": MAX_TOKENS}
 # one more than are asked for: vLLM's operators for CPUs give requests without an adapter that of the last place
 _ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 # vLLM's own operator for CPUs turns latent queries of several heads wrong

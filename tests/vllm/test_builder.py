@@ -21,7 +21,7 @@ def test_drafts_graphs_wrappers_and_stock_layers_are_not_split(parts, config, en
     derived = type("Derived", (type(builder),), {})(None, [LAYER.layer_name], config, torch.device("cpu"))
     assert not hasattr(derived.build(0, common), "flexmask_step")
     rewritten = "Derived rewrites the batch, as for chunked local attention, so layers do not see the scheduler's requests"
-    assert caplog.messages == [f"flexmask: attention runs stock: {rewritten}"]
+    assert caplog.messages == [f"flexmask: the engine's own attention runs: {rewritten}"]
     engine.roles["stock"] = Stock("in dense_layers")
     of_stock_layers = type(builder)(None, ["stock"], config, torch.device("cpu"))
     assert not hasattr(of_stock_layers.build(0, common), "flexmask_step")
@@ -47,7 +47,7 @@ def test_steps_that_run_stock_count_as_dense_and_say_why(change, scale, reason, 
     for _ in range(2):
         assert_stock_outputs(parts, common.replace(**change), tensors)
     assert (engine.counters.sparse_steps, engine.counters.sparse_tokens, engine.counters.dense_tokens) == (0, 0, 2 * 153)
-    assert caplog.messages == [f"flexmask: attention runs stock: {reason}"]
+    assert caplog.messages == [f"flexmask: the engine's own attention runs: {reason}"]
     # models that take images name each request's images
     assert builder.build(0, common.replace(mm_req_doc_ranges={0: []})).flexmask_step.split.sparse
 
@@ -59,17 +59,17 @@ def test_a_step_of_short_rows_is_counted_without_a_list_of_requests(is_prefillin
     common, _ = step_of([(1, 40), (5, 60), (7, 33), (1, 9), (0, 0)])
     if is_prefilling is not None:
         common = common.replace(is_prefilling=torch.tensor(is_prefilling))
-    builder.flexmask.policy = builder.flexmask.policy._replace(least_rows=7)
+    builder.flexmask.policy = builder.flexmask.policy._replace(min_rows=7)
     by_request = builder.build(0, common).flexmask_step.split
     assert by_request.sparse
-    builder.flexmask.policy = builder.flexmask.policy._replace(least_rows=8)
+    builder.flexmask.policy = builder.flexmask.policy._replace(min_rows=8)
     monkeypatch.setattr(engine, "split", None)
     split = builder.build(0, common).flexmask_step.split
     assert split.sparse == () and split.dense_tokens == by_request.sparse_tokens + by_request.dense_tokens
 
 
 def test_chunks_that_a_latent_backend_decodes_are_not_split_off(config, engine):
-    """Also where the server's `least_rows` is lower; the policy of other layers stays."""
+    """Also where the server's `min_rows` is lower; the policy of other layers stays."""
     from flexmask.integrations.vllm.builder import SparseLatentBuilder
 
     class Decodes512(StockBuilder):
@@ -79,4 +79,4 @@ def test_chunks_that_a_latent_backend_decodes_are_not_split_off(config, engine):
     made.flexmask_own = made
     engine.roles[LAYER.layer_name] = SparseLayer.__new__(SparseLayer)
     builder = made(None, [LAYER.layer_name], config, torch.device("cpu"))
-    assert builder.flexmask.policy.least_rows == 513 > engine.options.policy.least_rows
+    assert builder.flexmask.policy.min_rows == 513 > engine.options.policy.min_rows

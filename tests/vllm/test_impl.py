@@ -91,7 +91,7 @@ def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, mo
 
 @pytest.mark.attention
 def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
-    """As FLASH_ATTN's kernels get them, with scales by key head."""
+    """As FLASH_ATTN's kernels get them, with scales by KV head."""
     builder, impl = parts
     impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
     scales = {name: torch.tensor(pair) for name, pair in (("q", [0.5, 0.25]), ("k", [0.06, 0.03]), ("v", [0.1, 0.2]))}

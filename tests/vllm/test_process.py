@@ -101,7 +101,7 @@ def engine_with_layers(options, builders=None, is_latent=False):
 def started(engine):
     """Largest call, dtype, kernel, rows of a chunk at least, and whether this rank logs."""
     largest, _, dtype, kernel, policy, is_first = engine.start.call_args.args
-    return largest, dtype, kernel, policy.least_rows, is_first
+    return largest, dtype, kernel, policy.min_rows, is_first
 
 
 @pytest.mark.parametrize(("device", "in_profile"), [("cpu", True), ("cuda", False), ("cuda", True)])
@@ -153,7 +153,7 @@ def test_layers_that_the_engine_calls_in_another_way_are_dense():
     ],
 )
 def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least):
-    engine = engine_with_layers({"least_rows": 1}, builders=[builder_class(decoded, support)] * 3, is_latent=True)
+    engine = engine_with_layers({"min_rows": 1}, builders=[builder_class(decoded, support)] * 3, is_latent=True)
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
     assert started(engine)[-2] == least

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 
 from tests.repository import ROOT
 from tests.serving.programs import prompt
-from tests.vllm.engines import ENVIRONMENT, KEEP_ALL, MODEL, MOST_TOKENS, PAGE, PYTHONPATH
+from tests.vllm.engines import ENVIRONMENT, KEEP_ALL, MAX_TOKENS, MODEL, PAGE, PYTHONPATH
 
 openai = pytest.importorskip("openai")  # vLLM brings it
 NEAR = 1e-3
@@ -28,7 +28,7 @@ def started(options, log, **environment):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {"dtype": "float32", "max-model-len": MOST_TOKENS, "max-num-batched-tokens": 2048, "block-size": PAGE, "port": port}
+    given = {"dtype": "float32", "max-model-len": MAX_TOKENS, "max-num-batched-tokens": 2048, "block-size": PAGE, "port": port}
     given |= {"host": "127.0.0.1", "max-logprobs": 8, "max-num-seqs": 8, "additional-config": json.dumps({"flexmask": options})}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--enforce-eager"]
     command += [str(part) for name, value in given.items() for part in (f"--{name}", value)]

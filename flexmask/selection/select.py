@@ -7,9 +7,9 @@ import torch
 from flexmask._torch import is_traced
 from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.selection import Selection
-from flexmask.prepared_selection import PreparedSelection
-from flexmask.run_method import run_in_slices, run_kernels, run_plain
-from flexmask.selection_operator import run_operator
+from flexmask.selection.operator import run_operator
+from flexmask.selection.prepare import PreparedSelection
+from flexmask.selection.run import run_in_slices, run_kernels, run_plain
 
 
 def select_blocks(

@@ -15,7 +15,7 @@ from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import Choice, Selection, block_lists
 from flexmask.compilation import run_compiled
 from flexmask.method import Method
-from flexmask.prepared_selection import PreparedSelection
+from flexmask.selection.prepare import PreparedSelection
 from flexmask.stats import FROM_LISTS, compute_statistics
 
 if HAS_TRITON:
@@ -27,8 +27,8 @@ def run_kernels(prepared: PreparedSelection, inputs: PositionedInputs, with_map:
     size = prepared.method_for_steps.block_size
     wants_map = with_map or any(name not in FROM_LISTS for name in statistics)
     with on_device(inputs.query.device):
-        edges = prepared.edges or kernels.edges_of(inputs, size)
-        problem = BlockProblem(inputs, size, kernels, wants_map, edges)
+        geometry = prepared.kernel_geometry or kernels.kernel_geometry(inputs, size)
+        problem = BlockProblem(inputs, size, kernels, wants_map, geometry)
         if prepared.replay is None or wants_map or statistics:
             return run_on_problem(problem, prepared.method_for_steps, statistics)
         lists = prepared.replay.lists(inputs, lambda: run_on_problem(problem, prepared.method_for_steps, ()).lists)

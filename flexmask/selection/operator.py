@@ -12,8 +12,8 @@ from flexmask.base.inputs import AttentionInputs, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 from flexmask.base.visibility import num_blocks
 from flexmask.method import METHODS, FittedMethod
-from flexmask.prepared_selection import PreparedSelection, with_device_numbers
-from flexmask.run_method import run_kernels, run_plain
+from flexmask.selection.prepare import PreparedSelection, with_device_numbers
+from flexmask.selection.run import run_kernels, run_plain
 from flexmask.stats import empty_statistics
 
 

@@ -19,7 +19,7 @@ if HAS_TRITON:
     from flexmask import kernels
     from flexmask.kernels.replay import LaunchReplay
 if TYPE_CHECKING:
-    from flexmask.kernels.visibility import Edges
+    from flexmask.kernels.visibility import KernelGeometry
 
 # float32 values that a method materializes for one slice of rows, 512 MiB; its temporaries take two or three times that
 MAX_FLOATS_PER_SLICE = 2**27
@@ -33,7 +33,7 @@ class PreparedSelection(NamedTuple):
     by_kernels: bool
     rows_per_slice: int | None = None  # None: `select` runs on all rows at once
     # the geometry for kernels, and for plain steps; None: computed with the selection
-    edges: Edges | None = None
+    kernel_geometry: KernelGeometry | None = None
     geometry: BlockGeometry | None = None
     replay: LaunchReplay | None = None
 
@@ -52,8 +52,8 @@ def prepare_selection(
         # a launch takes numbers as they are
         for_steps = with_device_numbers(method, query, keep_numbers=by_kernels)
         if by_kernels:
-            edges = None if reuse_from is None else reuse_from.edges
-            return PreparedSelection(method, for_steps, True, edges=edges or _edges(inputs, size))
+            known = None if reuse_from is None else reuse_from.kernel_geometry
+            return PreparedSelection(method, for_steps, True, kernel_geometry=known or _kernel_geometry(inputs, size))
         floats_per_row = method.floats_per_row(inputs.key.shape[2])
         if floats_per_row:
             # a slice materializes its float32 values, and as much again
@@ -68,9 +68,9 @@ def prepare_selection(
         return PreparedSelection(method, for_steps, False, geometry=geometry)
 
 
-def _edges(inputs: PositionedInputs, block_size: int) -> Edges:
+def _kernel_geometry(inputs: PositionedInputs, block_size: int) -> KernelGeometry:
     with on_device(inputs.query.device):
-        return kernels.edges_of(inputs, block_size)
+        return kernels.kernel_geometry(inputs, block_size)
 
 
 def with_replay(prepared: PreparedSelection) -> PreparedSelection:
