@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
-from flexmask.base.visibility import in_blocks
+from flexmask.base.visibility import split_into_blocks
 from flexmask.mask_function import BlockProblem, Method, count_option, mask_function, share_option
 
 
@@ -66,8 +66,8 @@ class FlashPrefill(Method):
             sees = sees & (distance < inputs.window)
         scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
         # in logarithms: exponentials overflow; (batch, num_heads, num_q_blocks, num_kv_blocks)
-        total = in_blocks(scores, size, torch.finfo(scores.dtype).min).logsumexp(-1).mT
-        seen = in_blocks(sees.mT, size, False).any(-1).mT[:, None]
+        total = split_into_blocks(scores, size, fill=torch.finfo(scores.dtype).min).logsumexp(-1).mT
+        seen = split_into_blocks(sees.mT, size).any(-1).mT[:, None]
         total = torch.where(seen, total, float("-inf"))
         alpha = problem.as_tensor(self.alpha)
         heavy = seen & (total >= total.amax(-1, keepdim=True) + alpha.log())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores
-from flexmask.base.visibility import in_blocks, whole_blocks
+from flexmask.base.visibility import split_into_blocks
 from flexmask.mask_function import BlockProblem, Method, count_option, mask_function
 
 
@@ -100,14 +100,14 @@ hip_mask = mask_function("hip", Hip)
 def _representative_scores(problem: BlockProblem, query_stride: int) -> Tensor:
     """Largest score of each key block's middle valid key, (batch, num_heads, num_q_blocks, num_kv_blocks) float32."""
     inputs, size, tokens = problem.inputs, problem.block_size, problem.tokens
-    valid = in_blocks(tokens.key_valid, size, False)
+    valid = split_into_blocks(tokens.key_valid, size)
     counts = valid.sum(-1, keepdim=True)
     middle = ((valid.cumsum(-1) == counts // 2 + 1) & valid).int().argmax(-1)  # (batch or 1, num_kv_blocks)
     index = (problem.kv_block * size + middle).clamp(max=inputs.key.shape[2] - 1)
     key = inputs.key.gather(2, index[:, None, :, None].expand(*inputs.key.shape[:2], -1, inputs.key.shape[3]))
     # (batch, num_heads, num_q_blocks * size / query_stride, head_dim)
-    query = whole_blocks(inputs.query, 2, size)[:, :, :, ::query_stride].flatten(2, 3).contiguous()
-    rows = in_blocks(tokens.row_valid, size, False)[:, :, ::query_stride].flatten(1)
+    query = split_into_blocks(inputs.query, size, 2)[:, :, :, ::query_stride].flatten(2, 3).contiguous()
+    rows = split_into_blocks(tokens.row_valid, size)[:, :, ::query_stride].flatten(1)
     scores = capped(grouped_scores(query, key) * inputs.scale, inputs.softcap)
     lowest = torch.finfo(scores.dtype).min
     scores = torch.where((rows.unsqueeze(-1) & (counts > 0).mT)[:, None], scores.nan_to_num(lowest), lowest)

@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask.base.head_groups import map_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
-from flexmask.base.visibility import candidate_lines, in_blocks
+from flexmask.base.visibility import candidate_lines, split_into_blocks
 from flexmask.mask_function import BlockProblem, Method, PairsByHead, choice_option, mask_function
 from flexmask.plain import blocks_on_lines, by_offset, line_mass, representative_attention, representative_rows
 
@@ -77,8 +77,8 @@ class MInference(Method):
         columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))
         offset = torch.arange(offsets.shape[-1], device=offsets.device)
         offsets = offsets.masked_fill(offset < NEAR_OFFSETS, float("inf"))
-        keys = in_blocks(ranks(columns, valid) < count[0], size, False).any(-1)
-        slashes = in_blocks(ranks(offsets, torch.ones_like(valid)) < count[1], size, False)
+        keys = split_into_blocks(ranks(columns, valid) < count[0], size).any(-1)
+        slashes = split_into_blocks(ranks(offsets, torch.ones_like(valid)) < count[1], size)
         # an offset between two multiples of the block crosses two block diagonals
         crossing = slashes[..., 1:].any(-1)
         diagonals = slashes.any(-1) | torch.cat([torch.zeros_like(crossing[..., :1]), crossing[..., :-1]], -1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
-from flexmask.base.visibility import in_blocks, visible_keys
+from flexmask.base.visibility import split_into_blocks, visible_keys
 from flexmask.mask_function import BlockProblem, Method, mask_function, share_option
 
 
@@ -46,7 +46,7 @@ class Oracle(Method):
         visible = visible_keys(tokens.position, tokens.row_valid, tokens, inputs.window)[:, None]
         scores = capped(grouped_scores(inputs.query, inputs.key) * inputs.scale, inputs.softcap)
         attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
-        mass = in_blocks(in_blocks(attention, size, 0.0).sum(-1).mT, size, 0.0).sum(-1).mT
+        mass = split_into_blocks(split_into_blocks(attention, size).sum(-1).mT, size).sum(-1).mT
         return top_p(mass, problem.visible, problem.as_tensor(self.gamma))
 
     def floats_per_row(self, kv_len: int) -> int:

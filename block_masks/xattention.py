@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexmask.base.scores import capped, grouped_scores, masked_softmax, top_p
-from flexmask.base.visibility import whole_blocks
+from flexmask.base.visibility import split_into_blocks
 from flexmask.mask_function import BlockProblem, Method, count_option, mask_function, share_option
 
 
@@ -52,16 +52,16 @@ class XAttention(Method):
     threshold: float = share_option(0.9)
 
     def select(self, problem: BlockProblem) -> Tensor:
-        inputs, size = problem.inputs, problem.block_size
-        row_valid = whole_blocks(problem.tokens.row_valid.float(), 1, size).flatten(1).unflatten(1, (-1, self.stride)).flip(2)
-        key_valid = whole_blocks(problem.tokens.key_valid.float(), 1, size).flatten(1).unflatten(1, (-1, self.stride))
+        inputs, tokens, size = problem.inputs, problem.tokens, problem.block_size
+        row_valid = split_into_blocks(tokens.row_valid.float(), size, 1).flatten(1).unflatten(1, (-1, self.stride)).flip(2)
+        key_valid = split_into_blocks(tokens.key_valid.float(), size, 1).flatten(1).unflatten(1, (-1, self.stride))
         pairs = row_valid @ key_valid.mT  # (batch or 1, row groups, key groups): pairs of tokens on each antidiagonal
 
         # groups as one long vector; padding must not count, NaN included
         query = inputs.query.masked_fill(~problem.tokens.row_valid[:, None, :, None], 0)
         key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
-        query = whole_blocks(query, 2, size).flatten(2, 3).unflatten(2, (-1, self.stride)).flip(3).flatten(3)
-        key = whole_blocks(key, 2, size).flatten(2, 3).unflatten(2, (-1, self.stride)).flatten(3)
+        query = split_into_blocks(query, size, 2).flatten(2, 3).unflatten(2, (-1, self.stride)).flip(3).flatten(3)
+        key = split_into_blocks(key, size, 2).flatten(2, 3).unflatten(2, (-1, self.stride)).flatten(3)
         scores = capped(grouped_scores(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
 
         first_row = problem.tokens.offset.unsqueeze(-1) + self.stride * torch.arange(query.shape[2], device=query.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch import Tensor
 from flexmask import block_masks as block_masks  # fills the table of methods
 from flexmask.base.checks import check_bool, check_shape
 from flexmask.base.inputs import attention_inputs
-from flexmask.call_options import DEFAULT_MASK_BYTES, checked_call_options
+from flexmask.call_options import DEFAULT_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.dense_policy import log_dense_once
-from flexmask.method import method_of
+from flexmask.method import Method, method_of
 from flexmask.plans import Plan, plan_call
 from flexmask.stats import STATISTICS, SelectionStats
 
@@ -83,7 +83,7 @@ def sparse_attention(
         (batch, num_kv_heads, kv_len, head_dim), the same dtype and device; num_kv_heads divides num_heads (GQA, MQA),
         q_len <= kv_len. Lengths need not be multiples of the block.
     value
-        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim as head_dim, 16 to 512.
+        (batch, num_kv_heads, kv_len, v_head_dim), key's dtype and device; v_head_dim from 16 to 512, equal to head_dim or not.
     method
         A name in `flexmask.METHODS`; a mask function of `flexmask.block_masks`; or a function of query and key with the keywords
         block_size, window, attention_mask and q_offset (scale, softcap if it has them) that returns a BlockMask in blocks of
@@ -110,12 +110,12 @@ def sparse_attention(
         Blocks of padding after the chunk count too, so rows padded on the right keep more. No other method reads it. Default
         None: the prompt ends with the call's last row.
     sinks
-        (num_heads,) floating, on query's device: a logit per head in the softmax that brings no value (as in gpt-oss), unused by
-        the selection. Default None.
+        (num_heads,) floating, on query's device: one more logit per head in the softmax's denominator, without a value (as in
+        gpt-oss); the selection ignores it. Default None.
     backend
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, half precision; untested on
         Blackwell, with a warning) or ``"auto"`` (default): flash on a Hopper GPU for block_size 128, head dims of multiples of 8
-        up to 192, of value up to 128, or both 256, and no gradients, else triton; on CPUs the compiled C++ kernel. Flash serves
+        up to 192, of value up to 128, or both 256, and no gradients, else triton; on CPUs the compiled C++ kernel. Flash runs
         what a numeric check found right: the first call of a kind on a device compiles and runs it (docs/limits.md). Chosen by
         name, it raises for the rest.
     dense_below
@@ -166,8 +166,9 @@ def sparse_attention(
     """
     check_bool("return_stats", return_stats)
     call_plan = _planned(
-        query, key, value, method, block_size, options, (backend, dense_below, max_mask_bytes), return_lse, scale=scale,
-        softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len, sinks=sinks,
+        query, key, value, method_of(method, block_size, options), checked_call_options(backend, dense_below, max_mask_bytes),
+        return_lse, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
+        prompt_len=prompt_len, sinks=sinks,
     )  # fmt: skip
     return call_plan.attend(call_plan.inputs, STATISTICS if return_stats else ()).as_returned()
 
@@ -192,13 +193,13 @@ def plan(
     max_mask_bytes: int = DEFAULT_MASK_BYTES,
     **options: Any,
 ) -> Plan:
-    """Check and plan once what the layers of a forward pass have in common; ``plan.run(query, key, value)`` serves each.
+    """Check and plan once what the layers of a forward pass have in common; ``plan.run(query, key, value)`` runs each.
 
     ``plan(query, key, value, ...).run(query, key, value)`` returns what ``sparse_attention(query, key, value, ...)`` does. The
     plan holds the checked options and geometry, the backend, what runs dense and why, and copies on the device of padding,
     offsets, edges of blocks and options per head, but neither query, key, value nor sinks. Make one for each set of shapes,
-    padding and offsets. Keep the plan alive as long as any CUDA graph that captured its runs. To run it on another stream, first
-    make that stream wait for the one that created the plan.
+    padding and offsets. A CUDA graph that captured its runs is valid only while the plan lives. To run it on another stream,
+    first make that stream wait for the one that created the plan.
 
     Parameters
     ----------
@@ -228,20 +229,18 @@ def plan(
     [512, 512]
     """
     return _planned(
-        query, key, value, method, block_size, options, (backend, dense_below, max_mask_bytes), return_lse, scale=scale,
-        softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset, prompt_len=prompt_len, sinks=sinks,
+        query, key, value, method_of(method, block_size, options), checked_call_options(backend, dense_below, max_mask_bytes),
+        return_lse, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
+        prompt_len=prompt_len, sinks=sinks,
     ).without_tensors()  # fmt: skip
 
 
 def _planned(
-    query: Tensor, key: Tensor, value: Tensor, method: str | Callable[..., Any], block_size: int, options: Mapping[str, Any],
-    call_options: tuple[str, int | None, int], return_lse: bool, **geometry: Any,
-) -> Plan:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, method: Method, call_options: CallOptions, return_lse: bool, **geometry: Any
+) -> Plan:
     check_bool("return_lse", return_lse)
-    checked_method = method_of(method, block_size, options)
-    checked_options = checked_call_options(*call_options)
     check_shape("value", value, "(batch, num_kv_heads, kv_len, v_head_dim)")
     inputs = attention_inputs(query, key, value, **geometry)
-    call_plan = plan_call(inputs, checked_method.for_inputs(inputs), checked_options, return_lse)
+    call_plan = plan_call(inputs, method.for_inputs(inputs), call_options, return_lse)
     log_dense_once(call_plan.reason, inputs.query.shape[2])
     return call_plan

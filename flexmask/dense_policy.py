@@ -60,7 +60,7 @@ def head_dim_reason(head_dim: int, v_head_dim: int, needs_grad: bool = False) ->
 
 
 def has_causal_kernel(inputs: AttentionInputs) -> bool:
-    """True if SDPA's causal kernel serves the inputs: a whole prompt, without anything special."""
+    """True if SDPA's causal kernel computes the call: a whole prompt, without anything special."""
     return inputs.query.shape[2] == inputs.key.shape[2] and sdpa_serves(inputs, return_lse=False)
 
 

@@ -61,7 +61,7 @@ class Method:
 
     # what a subclass says of itself
     name = ""  # in `METHODS`
-    has_kernels: ClassVar[bool] = False  # kernels serve it on CUDA; its options are numbers, strings, ByHead or PairsByHead
+    has_kernels: ClassVar[bool] = False  # it has Triton kernels; its options are numbers, strings, ByHead or PairsByHead
     only_launches: ClassVar[bool] = False  # on the device, the steps of its kernels only allocate memory and launch
     heads_decide_together: ClassVar[bool] = False  # all heads of a batch row must come in one group
     needs_whole_blocks: ClassVar[bool] = False  # it takes only whole prompts of whole blocks
@@ -111,8 +111,7 @@ class Method:
     def floats_per_row(self, kv_len: int) -> int:
         """Number of float32 values that `select` materializes per query row and head.
 
-        If nonzero, `select` runs on slices of rows, so the choice of a query block may depend only on its own rows and on the
-        keys.
+        If it is not 0, `select` runs on slices of rows: a query block's choice may depend only on its own rows and on the keys.
         """
         return 0
 
@@ -203,7 +202,7 @@ class Method:
         return max(needed, tiled_list_bytes(inputs, self.block_size))
 
     def runs_kernels(self, query: Tensor) -> bool:
-        """True if Triton kernels serve the method."""
+        """True if the method runs as Triton kernels."""
         return HAS_TRITON and query.is_cuda and self.has_kernels and has_real_storage(query)
 
     @property

@@ -19,7 +19,7 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
 from flexmask.base.selection import BlockLists, ChosenBlocks, block_lists
-from flexmask.base.visibility import BlockVisibility, TokenValidity, visible_keys, whole_blocks
+from flexmask.base.visibility import BlockVisibility, TokenValidity, split_into_blocks, visible_keys
 
 
 def key_means(problem: BlockProblem) -> Tensor:
@@ -75,7 +75,7 @@ class LineMass(NamedTuple):
 
 def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> LineMass:
     """Pool the representative attention."""
-    attention = whole_blocks(attention, 3, block_size)
+    attention = split_into_blocks(attention, block_size, 3)
     row_phase = (rows.position % block_size).unsqueeze(-1)
     # a quotient of integers has the default dtype
     lead = (row_phase - torch.arange(block_size, device=attention.device)).float() / block_size
@@ -114,7 +114,7 @@ def blocks_on_lines(vertical: Tensor, slash: Tensor, visibility: BlockVisibility
     """The map of all blocks on kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool each."""
     kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
     kept = vertical.unsqueeze(-2)
-    # rows that stand in two key blocks lie on two diagonals
+    # a query block whose rows have positions in two key blocks lies on two diagonals
     for row_diagonal in (visibility.first_row_block, visibility.last_row_block):
         diagonal = row_diagonal.unsqueeze(-1) - kv_block
         index = diagonal.clamp(min=0)[:, None].expand(*slash.shape[:2], -1, -1)

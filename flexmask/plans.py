@@ -28,7 +28,7 @@ class GroupPlan(NamedTuple):
 
     heads: HeadGroup
     selection: PreparedSelection
-    dense_kv_heads: tuple[bool, ...]  # True: dense attention serves the KV head, whatever the mask
+    dense_kv_heads: tuple[bool, ...]  # True: the KV head runs dense, whatever its mask
     last_rows: LastRows | None = None  # rows that keep every visible block, for direct calls of FLASH
 
 
@@ -39,8 +39,8 @@ class Plan:
     Attributes
     ----------
     reason
-        Why the calls run dense; None if they run sparse. Without `groups`, dense attention serves them; with groups, they run
-        under masks that keep every visible block.
+        Why the calls run dense; None if they run sparse. Without `groups` they run as dense attention, with groups under masks
+        that keep every visible block.
     """
 
     inputs: AttentionInputs  # the geometry, checked
@@ -48,7 +48,7 @@ class Plan:
     reason: str | None
     backend: Backend
     return_lse: bool = False
-    groups: tuple[GroupPlan, ...] = ()  # none: dense attention serves the whole call
+    groups: tuple[GroupPlan, ...] = ()  # none: the whole call is dense attention
     break_even_density: float | None = None  # a KV head of a larger density runs dense
     offset: Tensor | None = None  # the offset of `PositionedInputs`
     absent: Tensor | None = None  # (batch, 1, kv_len, 1) bool: keys that are no tokens
@@ -143,7 +143,7 @@ class Plan:
             selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
             for group, prepared, dense_kv_heads, last_rows in self.groups:
-                # the lists of one group exist at a time
+                # only one group's lists exist at a time
                 part, selection, backend = whole.slice_heads(group), None, self.backend
                 if measured or with_maps or with_counts or not all(dense_kv_heads):
                     selection = select_blocks(prepared, part, with_maps, measured)

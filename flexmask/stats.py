@@ -53,7 +53,7 @@ class SelectionStats:
     min_row_coverage
         float32: the same in the query block where the kept blocks hold least (hybrid).
     dense_heads
-        bool: dense attention served the head; its other statistics stay those of its mask. True in dense calls.
+        bool: the head ran dense; its other statistics stay those of its mask. True in dense calls.
     dense
         True if the call ran dense attention instead of the selection.
     """
@@ -102,7 +102,7 @@ def empty_statistics(names: Iterable[str], heads: Tensor) -> list[Tensor]:
 def merge_group_stats(
     group_stats: Sequence[Mapping[str, Tensor]], groups: Sequence[HeadGroup], dense: Sequence[Sequence[bool]] = ()
 ) -> SelectionStats:
-    """Merge the statistics of groups into those of all heads; `dense`, by group and KV head: dense attention served it."""
+    """Merge the statistics of groups into those of all heads; `dense`, by group and KV head: it ran dense."""
     heads = group_stats[0]["density"].new_empty((groups[-1].batch_rows.stop, groups[-1].query_heads.stop))
     whole = {name: _absent(name, heads) for name in TENSORS}
     for index, (statistics, group) in enumerate(zip(group_stats, groups, strict=True)):

@@ -21,10 +21,10 @@ class Call(Case):
     value: torch.Tensor = field(kw_only=True, repr=False)
 
     def attend(self, device="cpu", **keywords):
-        it = self.to(device)
-        keywords = {**it.config.call, "dense_below": 0, **it.keywords(), **keywords}
+        case = self.to(device)
+        keywords = {**case.config.call, "dense_below": 0, **case.keywords(), **keywords}
         with torch.no_grad():
-            return sparse_attention(it.query, it.key, it.value, **keywords)
+            return sparse_attention(case.query, case.key, case.value, **keywords)
 
     def under(self, keep, sinks=None):
         """Dense attention under a block map, and its log-sum-exp."""
@@ -92,14 +92,14 @@ def check(call, device="cpu", **keywords):
     return out, keep
 
 
-def assert_same_gradients(it, keep, wanted, device="cpu", sinks=None, **keywords):
+def assert_same_gradients(case, keep, wanted, device="cpu", sinks=None, **keywords):
     """Output, and gradients of what is named in `wanted`, are those of dense attention under a block map."""
-    given = {"query": it.query, "key": it.key, "value": it.value} | ({} if sinks is None else {"sinks": sinks})
+    given = {"query": case.query, "key": case.key, "value": case.value} | ({} if sinks is None else {"sinks": sinks})
     ours = {name: x.to(device, copy=True).requires_grad_(name in wanted) for name, x in given.items()}
     exact = {name: x.double().requires_grad_(name in wanted) for name, x in given.items()}
-    out = sparse_attention(**ours, **it.config.call, **it.to(device).keywords(), **keywords)
-    scores = {name: it.scores.get(name) for name in ("scale", "softcap")}
-    expected, _ = masked_attention(**exact, mask=expanded(keep, it), **scores)
+    out = sparse_attention(**ours, **case.config.call, **case.to(device).keywords(), **keywords)
+    scores = {name: case.scores.get(name) for name in ("scale", "softcap")}
+    expected, _ = masked_attention(**exact, mask=expanded(keep, case), **scores)
     weights = torch.randn(out.shape)
     (out * weights.to(device)).sum().backward()
     (expected * weights).sum().backward()

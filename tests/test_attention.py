@@ -32,16 +32,16 @@ def test_log_sum_exp_is_refused_on_cpus():
 @pytest.mark.attention
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_gradients_are_refused_on_cpus(which):
-    it = call()
-    tensors = [it.query, it.key, it.value, SINKS]
+    case = call()
+    tensors = [case.query, case.key, case.value, SINKS]
     tensors[which] = tensors[which].clone().requires_grad_()
     *inputs, sinks = tensors
     with pytest.raises(ValueError, match=r"torch\.no_grad\(\)"):
-        sparse_attention(*inputs, **it.config.call, dense_below=0, sinks=sinks)
+        sparse_attention(*inputs, **case.config.call, dense_below=0, sinks=sinks)
     with torch.no_grad():
-        out = sparse_attention(*inputs, **it.config.call, dense_below=0, sinks=sinks)
-    assert torch.equal(out, it.attend(sinks=SINKS))
-    assert torch.equal(out, it.attend(sinks=torch.stack([SINKS, -SINKS], 1)[:, 0]))
+        out = sparse_attention(*inputs, **case.config.call, dense_below=0, sinks=sinks)
+    assert torch.equal(out, case.attend(sinks=SINKS))
+    assert torch.equal(out, case.attend(sinks=torch.stack([SINKS, -SINKS], 1)[:, 0]))
 
 
 @pytest.mark.parametrize("name", ["block_sparsity.py", "interface.py"])
@@ -92,13 +92,13 @@ SINKS_BY_DEVICE = [
 @pytest.mark.attention
 @pytest.mark.parametrize(("name", "device"), SINKS_BY_DEVICE)
 def test_sinks_are_one_more_logit(name, device):
-    it = call(**VARIANTS[name])
-    keep = it.to(device).select().keep
-    out, stats = it.attend(device, sinks=SINKS.to(device), return_stats=True)
+    case = call(**VARIANTS[name])
+    keep = case.to(device).select().keep
+    out, stats = case.attend(device, sinks=SINKS.to(device), return_stats=True)
     assert (stats.density < 1).any()
-    assert_same_attention(out, it.under(keep, SINKS)[0])
+    assert_same_attention(out, case.under(keep, SINKS)[0])
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, it.under(keep)[0])
+        assert_same_attention(out, case.under(keep)[0])
 
 
 INPUTS = ("query", "key", "value")
@@ -108,8 +108,8 @@ wanted = pytest.mark.parametrize("wanted", [(*INPUTS, "sinks"), ("sinks",), INPU
 @wanted
 @pytest.mark.parametrize("name", ["groups", "everything"])
 def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
-    it, sinks = call(**VARIANTS[name]), SINKS if "sinks" in wanted else None
-    assert_same_gradients(it, torch.ones_like(it.select().keep), wanted, sinks=sinks, dense_below=1000)
+    case, sinks = call(**VARIANTS[name]), SINKS if "sinks" in wanted else None
+    assert_same_gradients(case, torch.ones_like(case.select().keep), wanted, sinks=sinks, dense_below=1000)
 
 
 @pytest.mark.attention
@@ -118,8 +118,8 @@ def test_gradients_of_the_dense_path_and_of_sinks(name, wanted):
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_gradients_of_the_sparse_kernel_and_of_sinks(cuda, wanted, padded):
     mask, sinks = padding(600, ("left", 90)) if padded else None, SINKS if "sinks" in wanted else None
-    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=mask)
-    assert_same_gradients(it, it.to(cuda).select().keep, wanted, cuda, sinks, dense_below=0, backend="triton")
+    case = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=mask)
+    assert_same_gradients(case, case.to(cuda).select().keep, wanted, cuda, sinks, dense_below=0, backend="triton")
 
 
 NAN = float("nan")
@@ -143,21 +143,21 @@ SPARSE = [
 ]
 
 
-def spoiled(it):
+def spoiled(case):
     """Key and value with NaN wherever no row can see."""
-    absent = ~visible_pairs(it).any(1)[:, None, :, None]
+    absent = ~visible_pairs(case).any(1)[:, None, :, None]
     assert absent.any()
-    return it.key.masked_fill(absent, NAN), it.value.masked_fill(absent, NAN)
+    return case.key.masked_fill(absent, NAN), case.value.masked_fill(absent, NAN)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 def test_dense_attention_does_not_see_them(problem, scores):
-    it = call(**problem)
-    key, value = spoiled(it)
-    arguments = {**it.keywords(), **scores}
-    clean = flexprefill_attention(it.query, it.key, it.value, **arguments)
-    found = flexprefill_attention(it.query, key, value, **arguments)
+    case = call(**problem)
+    key, value = spoiled(case)
+    arguments = {**case.keywords(), **scores}
+    clean = flexprefill_attention(case.query, case.key, case.value, **arguments)
+    found = flexprefill_attention(case.query, key, value, **arguments)
     torch.testing.assert_close(found, clean, atol=1e-6, rtol=1e-6)
 
 
@@ -165,47 +165,47 @@ def test_dense_attention_does_not_see_them(problem, scores):
 @CPP_ERROR
 @pytest.mark.parametrize(("name", "scores"), SPARSE)
 def test_sparse_attention_does_not_see_them(name, scores):
-    it = call(**PROBLEMS[name])
-    clean = it.attend(**scores)
-    it.key, it.value = spoiled(it)
-    assert torch.equal(it.attend(**scores), clean)
+    case = call(**PROBLEMS[name])
+    clean = case.attend(**scores)
+    case.key, case.value = spoiled(case)
+    assert torch.equal(case.attend(**scores), clean)
 
 
-def without_rows(it):
+def without_rows(case):
     """Queries with NaN wherever a row sees nothing."""
-    padded = ~visible_pairs(it).any(-1)[:, None, :, None]
+    padded = ~visible_pairs(case).any(-1)[:, None, :, None]
     assert padded.any()
-    return it.query.masked_fill(padded, NAN)
+    return case.query.masked_fill(padded, NAN)
 
 
 @pytest.mark.parametrize("scores", list(SCORES.values())[:-1], ids=list(SCORES)[:-1])
 def test_gradients_of_dense_attention_do_not_see_them(scores):
-    it = call(**PROBLEMS["padding"])
+    case = call(**PROBLEMS["padding"])
     gradients = []
-    for inputs in ((it.query, it.key, it.value), (without_rows(it), *spoiled(it))):
+    for inputs in ((case.query, case.key, case.value), (without_rows(case), *spoiled(case))):
         tensors = [x.clone().requires_grad_() for x in inputs]
-        flexprefill_attention(*tensors, **it.keywords(), **scores).square().sum().backward()
+        flexprefill_attention(*tensors, **case.keywords(), **scores).square().sum().backward()
         gradients.append([x.grad for x in tensors])
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
 
 
 def test_prepared_inputs_with_gradients_hold_nothing_where_no_token_is():
-    it = call(**PROBLEMS["padding"])
-    tensors = [x.requires_grad_() for x in (without_rows(it), *spoiled(it))]
-    ready = attention_inputs(*tensors, attention_mask=it.attention_mask).for_attention()
+    case = call(**PROBLEMS["padding"])
+    tensors = [x.requires_grad_() for x in (without_rows(case), *spoiled(case))]
+    ready = attention_inputs(*tensors, attention_mask=case.attention_mask).for_attention()
     assert not any(x.isnan().any() for x in (ready.query, ready.key, ready.value))
-    valid = it.attention_mask.bool()[:, None, :, None].expand_as(it.query)
-    assert torch.equal(ready.query[valid], it.query[valid])
+    valid = case.attention_mask.bool()[:, None, :, None].expand_as(case.query)
+    assert torch.equal(ready.query[valid], case.query[valid])
 
 
 @pytest.mark.attention
 @pytest.mark.gpu
 def test_gradients_of_the_sparse_kernel_do_not_see_them(cuda):
-    it = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=padding(600, ("left", 90)))
+    case = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=padding(600, ("left", 90)))
     gradients = []
-    for inputs in ((it.query, it.key, it.value), (without_rows(it), *spoiled(it))):
+    for inputs in ((case.query, case.key, case.value), (without_rows(case), *spoiled(case))):
         tensors = [x.to(cuda, copy=True).requires_grad_() for x in inputs]
-        keywords = {**it.config.call, **it.to(cuda).keywords(), "dense_below": 0, "backend": "triton"}
+        keywords = {**case.config.call, **case.to(cuda).keywords(), "dense_below": 0, "backend": "triton"}
         sparse_attention(*tensors, **keywords).square().sum().backward()
         gradients.append([x.grad for x in tensors])
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
@@ -225,15 +225,15 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_row_is_nan_where_a_score_that_it_sees_is(fault, length, scores):
     name, place, number = fault
-    it = call(length, block_size=32, gamma=0.5)
-    clean, keep = it.attend(**scores), it.select().keep
-    getattr(it, name)[place] = number
+    case = call(length, block_size=32, gamma=0.5)
+    clean, keep = case.attend(**scores), case.select().keep
+    getattr(case, name)[place] = number
     kernel = {"method": keeping(keep), "block_size": 32, "dense_below": 0}
     with torch.no_grad():
-        out = sparse_attention(it.query, it.key, it.value, **kernel, **scores)
-    key = it.key.repeat_interleave(2, 1)
-    pairs = it.query.double() @ key.double().mT
-    spoiled_rows = ((pairs.isnan() | (pairs == torch.inf)) & expanded(keep, it)).any(-1)
+        out = sparse_attention(case.query, case.key, case.value, **kernel, **scores)
+    key = case.key.repeat_interleave(2, 1)
+    pairs = case.query.double() @ key.double().mT
+    spoiled_rows = ((pairs.isnan() | (pairs == torch.inf)) & expanded(keep, case)).any(-1)
     assert spoiled_rows.any() and not spoiled_rows.all()
     assert torch.equal(out.isnan().all(-1), spoiled_rows) and torch.equal(out.isnan().any(-1), spoiled_rows)
     if number != torch.inf:

@@ -54,9 +54,9 @@ def test_a_cached_graph_serves_its_own_block_size(cuda):
 
 
 def test_log_sum_exp_is_that_of_kept_scores(cuda):
-    it = call(q_len=700, block_size=64, head_dims=(64, 64), batch=2, attention_mask=padding(700, ("left", 100), ("left", 0)))
-    out, lse = it.attend(cuda, return_lse=True, backend="triton")
-    expected, wanted = it.under(it.to(cuda).select().keep)
+    case = call(q_len=700, block_size=64, head_dims=(64, 64), batch=2, attention_mask=padding(700, ("left", 100), ("left", 0)))
+    out, lse = case.attend(cuda, return_lse=True, backend="triton")
+    expected, wanted = case.under(case.to(cuda).select().keep)
     assert_same_attention(out, expected)
     assert lse.dtype == torch.float32
     torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-4, rtol=1e-4)

@@ -137,7 +137,7 @@ def test_runs_inside_of_a_compiled_forward():
         torch.testing.assert_close(compiled(*tensors), sparse_attention(*tensors, **OPTIONS))
 
 
-def test_from_run_to_the_method_a_page_of_functions():
+def test_few_functions_run_between_plan_run_and_the_method():
     made, tensors = plan(*layer(), **OPTIONS), layer()
     made.run(*tensors)
     entered = functions_before_the_method(lambda: made.run(*tensors))

@@ -11,7 +11,7 @@ from flexmask.base.blocks import BlockProblem, Number
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.representative import RepresentativeSums
 from flexmask.kernels.vertical_slash import line_mass
 from flexmask.kernels.visibility import kv_edges_of
 
@@ -146,7 +146,7 @@ def _pattern_kernel(
 
 
 def pattern_and_lines(
-    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, key_means: Tensor, gamma: Tensor, tau: Number,
+    problem: BlockProblem, pattern: RepresentativeSums, index: RepresentativeSums, key_means: Tensor, gamma: Tensor, tau: Number,
     min_lines: int, max_lines: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""

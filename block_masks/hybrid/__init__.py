@@ -70,9 +70,9 @@ class Hybrid(Method):
         Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours; `bench/HYBRID_ABLATIONS.md`
         has what it adds to the blocks): heads that attend evenly keep half. 0 switches it off.
     last_rows_dense
-        True if each query block with one of the last `block_size` rows, padding left out, keeps every visible block: one where
-        these end with a block, else two; under padding between them more. In chunks these are the chunk's last rows. Other
-        query blocks keep the same either way. Default True (ours).
+        True if each query block with one of the last `block_size` rows, padding left out, keeps every visible block: usually one
+        query block, two if these rows cross its border, more if padding lies between them. In chunks these are the chunk's last
+        rows. Other query blocks keep the same either way. Default True (ours).
 
     Examples
     --------
@@ -140,7 +140,7 @@ class Hybrid(Method):
         return self.last_rows_dense and type(self).select is Hybrid.select
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
-        """An upper bound: kernels take 10 bytes per pair of blocks, and 8 of these 16 per key block and representative row."""
+        """An upper bound: kernels take 10 bytes per pair of blocks, and 8 bytes (counted as 16) per key block and last row."""
         if by_kernels:
             q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))
             return kv_blocks * (q_blocks * 10 + self.block_size * 16)

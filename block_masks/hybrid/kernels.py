@@ -16,7 +16,7 @@ from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, RowChoice
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage, squares_of_shares
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pooling import split_key_means
-from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.representative import RepresentativeSums
 from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, key_block_shares, load_rows
 from flexmask.kernels.visibility import kv_edges_of, q_edges_of
 
@@ -64,7 +64,7 @@ def _key_blocks_kernel(
     tl.store(kept + head * num_kv_blocks + o_kv, m_keep.to(tl.int8), mask=m_kv)
 
 
-def key_blocks(problem: BlockProblem, mass: RepresentativeMass, gamma: Number, multiple: float) -> Tensor:
+def key_blocks(problem: BlockProblem, mass: RepresentativeSums, gamma: Number, multiple: float) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.key_blocks`, int8; a number holds for all heads."""
     batch, num_heads, blocks, block_size, _ = mass.sums.shape
     kept = mass.sums.new_empty((1, batch, num_heads, blocks), dtype=torch.int8)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, Number, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.selection import ChosenBlocks
-from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, in_blocks, valid_keys, whole_blocks
+from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, split_into_blocks, valid_keys
 from flexmask.plain import RepresentativeMass, pooled_scores
 
 # how often a query block whose blocks hold too little evidence halves its threshold, at most
@@ -65,8 +65,8 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     """Attention of every `row_stride`-th row of each query block to the means of the key blocks it sees."""
     inputs, tokens, block_size = problem.inputs, problem.tokens, problem.block_size
     key_means, key_counts = problem.key_means(), valid_keys(tokens, block_size)
-    query = whole_blocks(inputs.query, 2, block_size)
-    valid = in_blocks(tokens.row_valid, block_size, False)
+    query = split_into_blocks(inputs.query, block_size, 2)
+    valid = split_into_blocks(tokens.row_valid, block_size)
     first_row = tokens.offset.unsqueeze(-1) + torch.arange(valid.shape[1], device=query.device) * block_size
     sampled = valid[..., ::row_stride].sum(-1).clamp(min=1)[:, None, :, None]
     shape = (*query.shape[:3], key_means.shape[2])

@@ -31,7 +31,7 @@ def is_off(option: Number) -> bool:
 
 
 class Steps(Protocol):
-    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`, with types of their own where Any stands.
+    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`. Where it says Any, each has a type of its own.
 
     Kept lines are (2, batch, num_heads, num_kv_blocks), bool in plain steps and int8 in kernels: key blocks, then diagonals, or
     (1, ..) without these.
@@ -73,9 +73,7 @@ class BlockProblem:
     block_size: int
     steps: Steps
     with_map: bool = True
-    kernel_geometry: Any = (
-        None  # the geometry as kernels read it, `flexmask.kernels.visibility.KernelGeometry`; None for plain steps
-    )
+    kernel_geometry: Any = None  # `flexmask.kernels.visibility.KernelGeometry`; None for plain steps
     geometry: BlockGeometry | None = None  # None: computed where it is read
 
     @property
@@ -101,7 +99,7 @@ class BlockProblem:
 
     @property
     def diagonal_blocks(self) -> Tensor:
-        """Key blocks in which each query block's first and last row stand, shaped as `visible`, bool."""
+        """Key blocks at the positions of each query block's first and last row, shaped as `visible`, bool."""
         first, last = self.visibility.first_row_block.unsqueeze(-1), self.visibility.last_row_block.unsqueeze(-1)
         return ((self.kv_block == first) | (self.kv_block == last))[:, None]
 
@@ -172,17 +170,13 @@ class BlockProblem:
     def last_query_blocks(self, count: int) -> Tensor:
         """The last `count` query blocks up to that of the last valid row, (batch or 1, 1, num_q_blocks, 1) bool."""
         q_block = torch.arange(num_blocks(self.tokens.row_valid.shape[-1], self.block_size), device=self.tokens.offset.device)
-        # the last valid row stands at the last valid key, even of a slice of rows
+        # the last valid row is at the last valid key, also in a slice of rows
         last = (self.last_keys().amax(-1) - self.tokens.offset) // self.block_size
         return (q_block > (last - count).unsqueeze(-1))[:, None, :, None]
 
 
 def block_problem(inputs: PositionedInputs, block_size: int, steps: Steps, call_end: Tensor | None = None) -> BlockProblem:
-    """Cut a call into blocks, for plain steps.
-
-    `call_end` is the position after the call's last row, (batch,). It is needed only if `inputs` holds a slice of the call's
-    rows.
-    """
+    """Cut a call into blocks, for plain steps; `call_end` as in `token_validity`."""
     tokens = inputs.tokens(call_end)
     geometry = BlockGeometry(tokens, block_visibility(tokens, block_size, inputs.window))
     return BlockProblem(inputs, block_size, steps, geometry=geometry)

@@ -30,7 +30,7 @@ class HeadGroup(NamedTuple):
 class AttentionInputs(NamedTuple):
     """The tensors and numbers of one causal attention call, from `attention_inputs`.
 
-    Query row t stands at position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
+    Query row t has position ``offset + t``. It sees key k iff both are tokens, ``0 <= position - k`` and, with a window,
     ``position - k < window``. Dense attention takes these inputs; masks and sparse attention take `PositionedInputs`.
     """
 
@@ -41,7 +41,7 @@ class AttentionInputs(NamedTuple):
     softcap: float | None = None
     window: int | None = None  # tokens, the row's own counted
     attention_mask: Tensor | None = None  # (batch, kv_len) bool, True = token
-    offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row stands at the last key
+    offset: Tensor | None = None  # (batch,) int32, clamped; None: the last row is at the last key
     sinks: Tensor | None = None  # (num_heads,) floating
     needs_grad: bool = False
     prompt_len: int | None = None  # tokens of the whole prompt, if more than the call's
@@ -63,11 +63,7 @@ class AttentionInputs(NamedTuple):
         return num_blocks(self.query.shape[2], block_size) * num_blocks(self.key.shape[2], block_size)
 
     def tokens(self, call_end: Tensor | None = None) -> TokenValidity:
-        """Positions of the rows, and valid rows and keys.
-
-        `call_end` is the position after the call's last row, (batch,). It is needed only if the inputs hold a slice of the
-        call's rows.
-        """
+        """Positions of the rows, and valid rows and keys; `call_end` as in `token_validity`."""
         return token_validity(self.query.shape[2], self.key.shape[2], self.offset, self.attention_mask, self.key, call_end)
 
     def slice_heads(self: _Inputs, group: HeadGroup) -> _Inputs:
@@ -131,7 +127,7 @@ class AttentionInputs(NamedTuple):
 
 _FIELDS = AttentionInputs._fields
 PositionedInputs = NewType("PositionedInputs", AttentionInputs)
-"""Inputs from `for_attention` or `with_offset`: `offset` is a tensor, or None where row 0 stands at position 0."""
+"""Inputs from `for_attention` or `with_offset`: `offset` is a tensor, or None where row 0 is at position 0."""
 
 
 def attention_inputs(

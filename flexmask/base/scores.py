@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexmask._torch import HAS_BMM_TO_FLOAT32, is_traced
-from flexmask.base.visibility import in_blocks, whole_blocks
+from flexmask.base.visibility import split_into_blocks
 
 
 def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
@@ -19,8 +19,8 @@ def block_means(x: Tensor, valid: Tensor | None, block_size: int) -> Tensor:
         valid = torch.ones(1, x.shape[2], dtype=torch.bool, device=x.device)
     else:
         values = torch.where(valid[:, None, :, None], values, 0.0)
-    count = in_blocks(valid, block_size, False).sum(-1)
-    return whole_blocks(values, 2, block_size).sum(3) / count.clamp(min=1)[:, None, :, None]
+    count = split_into_blocks(valid, block_size).sum(-1)
+    return split_into_blocks(values, block_size, 2).sum(3) / count.clamp(min=1)[:, None, :, None]
 
 
 def grouped_scores(query: Tensor, key: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ class TokenValidity(NamedTuple):
     key_valid: Tensor  # (.., kv_len) bool
     row_valid: Tensor  # (.., q_len) bool
     has_attention_mask: bool  # False: every query row is valid
-    known_all_valid: bool  # True where no value must be read to know it: without an attention mask and an offset
+    known_all_valid: bool  # without an attention mask and an offset: all keys are valid, by the shapes alone
 
 
 class BlockVisibility(NamedTuple):
@@ -61,7 +61,7 @@ def max_seen_blocks_in_prompt(
 
 @functools.lru_cache(maxsize=128)
 def visible_blocks(q_len: int, kv_len: int, block_size: int, window: int | None = None) -> int:
-    """Number of visible pairs of blocks of a head without padding whose last row stands at the last key."""
+    """Number of visible pairs of blocks of a head without padding whose last row is at the last key."""
     pairs = 0
     for first in range(kv_len - q_len, kv_len, block_size):
         earliest = 0 if window is None else max(0, first + 1 - window)
@@ -74,7 +74,8 @@ def token_validity(
 ) -> TokenValidity:
     """Positions and validity of every token; `offset` (None: bottom-right alignment) is clamped to [0, kv_len - q_len].
 
-    Keys are valid up to the last row's position, or before `call_end`, (batch,), if the rows are a slice of the call's.
+    Keys are valid up to the last row's position. For a slice of a call's rows they are valid before `call_end`, (batch,), the
+    position after the call's last row.
     """
     known_all_valid = offset is None and attention_mask is None
     if offset is None:
@@ -94,8 +95,8 @@ def token_validity(
 def block_visibility(tokens: TokenValidity, block_size: int, window: int | None) -> BlockVisibility:
     """Exact visibility of every pair of blocks.
 
-    A query block sees every key block that one of its valid rows stands in. It sees an earlier key block iff the block's last
-    valid key lies in the window of its first valid row; later rows see no earlier key blocks.
+    A query block sees every key block that holds the position of one of its valid rows. It sees an earlier key block iff the
+    block's last valid key lies in the window of its first valid row; later rows see no earlier key blocks.
     """
     device, kv_len, q_len = tokens.offset.device, tokens.key_valid.shape[1], tokens.row_valid.shape[1]
     kv_block = torch.arange(num_blocks(kv_len, block_size), device=device)
@@ -108,7 +109,7 @@ def block_visibility(tokens: TokenValidity, block_size: int, window: int | None)
     first_slot = torch.arange(num_blocks(q_len, block_size), device=device) * block_size
     first_row = (tokens.offset.unsqueeze(-1) + first_slot).unsqueeze(-1)
     last_row = first_row + ((first_slot + block_size).clamp(max=q_len) - 1 - first_slot).unsqueeze(-1)
-    row_valid = in_blocks(tokens.row_valid, block_size, False)
+    row_valid = split_into_blocks(tokens.row_valid, block_size)
     position = first_row + torch.arange(block_size, device=device)
     # without a valid row: beyond what any key reaches, and before the first block
     first_valid_row = torch.where(row_valid, position, 2 * kv_block.shape[0] * block_size).amin(-1, keepdim=True)
@@ -156,28 +157,22 @@ def candidate_lines(visibility: BlockVisibility) -> Tensor:
 
 def valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
     """Valid keys per key block, int64."""
-    return in_blocks(tokens.key_valid, block_size, False).sum(-1)
+    return split_into_blocks(tokens.key_valid, block_size).sum(-1)
 
 
 def last_valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
     """Position of each key block's last valid key, int64; -kv_len without any."""
-    valid = in_blocks(tokens.key_valid, block_size, False)
+    valid = split_into_blocks(tokens.key_valid, block_size)
     position = torch.arange(valid.shape[1] * block_size, device=valid.device).unflatten(0, (-1, block_size))
     return torch.where(valid, position, -tokens.key_valid.shape[1]).amax(-1)
 
 
-def in_blocks(x: Tensor, block_size: int, fill: bool | float) -> Tensor:
-    """Cut the last dimension into blocks, (..., length) -> (..., num_blocks, block_size), the tail filled with `fill`."""
-    length = x.shape[-1]
-    blocks = num_blocks(length, block_size)
-    return F.pad(x, (0, blocks * block_size - length), value=fill).unflatten(-1, (blocks, block_size))
-
-
-def whole_blocks(x: Tensor, dim: int, block_size: int) -> Tensor:
-    """Cut dimension `dim` into (blocks, block_size), the last block filled up with zeros."""
+def split_into_blocks(x: Tensor, block_size: int, dim: int = -1, fill: float = 0) -> Tensor:
+    """Split dimension `dim` into (num_blocks, block_size), the last block completed with `fill`."""
+    dim %= x.dim()
     length = x.shape[dim]
     blocks = num_blocks(length, block_size)
     # uncompiled it saves a copy; compiled, one graph serves all lengths
     if is_traced() or length != blocks * block_size:
-        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, blocks * block_size - length))
+        x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, blocks * block_size - length), value=fill)
     return x.unflatten(dim, (blocks, block_size))

@@ -74,7 +74,7 @@ def chosen_backend(
     verdict: Callable[[FlashKind, torch.device], Verdict | None] = flash_verdict,
     has_mask_mod: bool = True,
 ) -> Backend:
-    """Resolve "auto", and refuse what a backend cannot do; FLASH serves what `flash_verdict` finds right.
+    """Resolve "auto", and refuse what a backend cannot do; FLASH runs only what `flash_verdict` finds right.
 
     `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `has_mask_mod`:
     the mask may hide tokens beyond causality, window and padding of `inputs`; if it does not, FLASH is called directly where that

@@ -91,7 +91,7 @@ def is_written_out(inputs: AttentionInputs, return_lse: bool) -> bool:
 
 
 def has_fused_kernel(query: Tensor, key: Tensor, value: Tensor, is_masked: bool = False) -> bool:
-    """True if SDPA on CUDA serves the heads as they are by a kernel that does not write out all scores (sdp_utils.cpp)."""
+    """True if SDPA on CUDA has a kernel for these heads as they are that does not write out all scores (sdp_utils.cpp)."""
     # flash attention takes groups in half precision, no mask; cuDNN's masks, narrower; the memory-efficient kernel no groups
     widest = 128 if is_masked else 256
     in_half = query.dtype != torch.float32

@@ -1,7 +1,7 @@
 """FLASH called without FlexAttention: flash-attn-4's forward kernel over block lists, under its own causal mask or window.
 
-It serves calls whose last row stands at the last key, as in the kernel's own masks. FlexAttention would make a CuTe function of
-their mask_mod in every call.
+For calls whose last row is at the last key, as the kernel's own masks assume. FlexAttention would make a CuTe function of their
+mask_mod in every call.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def flash_attention(
     lse_factor: float = 1.0,
     last_rows: LastRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to the listed blocks, and its log-sum-exp times `lse_factor`; the last row stands at the last key.
+    """Attention to the listed blocks, and its log-sum-exp times `lse_factor`; the last row is at the last key.
 
-    `last_rows` are rows that keep every visible block, without a window: they are attended to in parts of the keys.
+    `last_rows` keep every visible block, without a window. They attend to the keys in parts.
     """
     needs_lse = return_lse or inputs.sinks is not None
     with on_device(inputs.query.device):

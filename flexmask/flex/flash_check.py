@@ -38,7 +38,7 @@ Kernel = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | Non
 class Verdict(NamedTuple):
     """The outcome of FLASH's check of one kind of call: output and log-sum-exp."""
 
-    reason: str = ""  # why FLASH cannot serve them; empty where it can
+    reason: str = ""  # why FLASH cannot run them; empty where it can
     lse_reason: str = ""  # why it cannot return their log-sum-exp; empty where it can
     lse_factor: float = 1.0  # the true log-sum-exp over the one that the kernel returns
     seconds: float = 0.0  # that the check took
@@ -86,7 +86,7 @@ def _compared(call: FlashKind, device: torch.device, kernel: Kernel) -> Verdict:
     assert inputs.value is not None
     out, lse = kernel(inputs, mask, not call.needs_grad)
     expected, expected_lse = exact_attention(inputs, pairs)
-    # called directly, it is another kernel without a log-sum-exp, while FlexAttention always asks for one
+    # a direct call without log-sum-exp runs a kernel of its own; FlexAttention always requests the log-sum-exp
     errors = []
     for output in (kernel(inputs, mask, False)[0], out) if call.direct else (out,):
         errors.append(float((output.double() - expected).detach().abs().max()))
@@ -152,7 +152,7 @@ def flash_verdict(
         return verdict
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if captured or in_dispatch_mode() or in_transform() or any_thread_exports():
-        if not call.direct:  # FlexAttention may serve it
+        if not call.direct:  # it may run through FlexAttention
             _log_unchecked(key)
         return None
     with _lock:

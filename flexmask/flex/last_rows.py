@@ -1,4 +1,4 @@
-"""The last rows of a call whose query blocks keep every visible block, attended to in parts of the keys.
+"""The last rows of a call, whose query blocks keep every visible block, attend to the keys in parts.
 
 Such a query block takes as long as many sparse ones. The kernel gives it to one multiprocessor, which then runs alone at the end
 of the call. Copies of these rows, each with a part of the keys, run at the same time instead.
@@ -34,11 +34,17 @@ def num_sms(device: torch.device) -> int:
 
 
 def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | None:
-    """Parts for a causal call whose last row stands at the last key; None if it has too few keys, or many heads.
+    """Parts for a causal call whose last row is at the last key; None if it has too few keys, or many heads.
 
-    Query blocks with one of the last `block_size` rows keep every visible block. In the sequence of copies the last one stands
-    where its rows are, and each other one `copied` rows before the next. As the kernel's causal mask hides later keys, the part
-    of each copy but the last ends before the copy's first row.
+    Query blocks with one of the last `block_size` rows keep every visible block. The second call has the copies as its rows, the
+    last copy at the rows' own positions. Of 24 key blocks, three copies of the last query block attend to::
+
+        position of the copy   key blocks
+        21                     0 to 7
+        22                     8 to 15
+        23                     16 to 23
+
+    The kernel's causal mask hides keys after a row, so the part of each copy but the last must end before the copy's first row.
     """
     batch, num_heads, q_len, _ = inputs.query.shape
     q_blocks, kv_len, device = num_blocks(q_len, block_size), inputs.key.shape[2], inputs.query.device

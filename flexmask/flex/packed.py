@@ -26,7 +26,7 @@ Result = tuple[Tensor, Tensor | None]
 
 
 class Segment(NamedTuple):
-    """One sequence of a pack; its query rows stand at its last keys."""
+    """One sequence of a pack; its query rows are at its last keys."""
 
     query: slice
     key: slice

@@ -134,9 +134,9 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask, tuple[Tensor, Tensor]]:
-    """Copies of key, value and mask with one more key, of value 0, where the next block begins; the number of keys, its place.
+    """Copies of key, value and mask with one more key, of value 0, at the start of the next block; the number of keys, its place.
 
-    Every query block lists it last, as a full block. It stands for the sinks. It also makes the CPU's kernel subtract a row's
+    Every query block lists this block last, as full. The key carries the sinks. On CPUs it also makes the kernel subtract a row's
     largest score so far from itself, so that an infinite score becomes NaN.
     """
     kv_len, block_size = key.shape[2], block_mask.BLOCK_SIZE[1]

@@ -57,9 +57,9 @@ LAUNCH_SINK: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants)``: every argument, constants by name.
 
-    For each launch Triton analyses the arguments, which takes longer than all the rest. Here a launch is known by what Triton
-    specializes on: dtypes and alignments of tensors, constants, and of other numbers whether 16 divides them, 1 and size. What
-    is known goes to the compiled launcher with addresses for tensors; profilers' hooks take Triton's way.
+    Triton analyses the arguments of each launch, which takes longer than all the rest. This class finds the compiled kernel by
+    what Triton specializes on: dtypes and alignments of tensors, constants, and of other numbers whether they are 1, multiples of
+    16, or need 64 bits. A launch that was seen before goes to the compiled launcher; with profilers' hooks Triton launches.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

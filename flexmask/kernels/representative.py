@@ -21,8 +21,8 @@ _FEW_PROGRAMS = 256
 _SHARED_MEMORY = 101_376
 
 
-class RepresentativeMass(NamedTuple):
-    """The attention of the representative rows by key block (`flexmask.plain`), in powers of two.
+class RepresentativeSums(NamedTuple):
+    """Sums that give the attention of the representative rows by key block (`RepresentativeMass` in `flexmask.plain`).
 
     A row's softmax is ``exp2(score - base) * factor``.
     """
@@ -203,7 +203,7 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", _SHARED_MEMORY))
 
 
-def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool = True) -> RepresentativeMass:
+def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool = True) -> RepresentativeSums:
     """As `flexmask.plain.representative_mass`; without diagonals, half of the sums."""
     inputs, block_size, rows = problem.inputs, problem.block_size, problem.kernel_geometry.representative[SUBSETS.index(subset)]
     query, key, mask, softcap = inputs.query, inputs.key, inputs.attention_mask, inputs.softcap
@@ -232,4 +232,4 @@ def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool
     )  # fmt: skip
     norms = chunks.new_empty((batch, num_heads, block_size, 2))
     _row_norms_kernel[(block_size // 16, batch * num_heads)](chunks, norms, num_chunks, ROWS=16, TILE=32, BLOCK_SIZE=block_size)
-    return RepresentativeMass(rows, sums, norms)
+    return RepresentativeSums(rows, sums, norms)

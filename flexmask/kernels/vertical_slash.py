@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
-from flexmask.kernels.representative import RepresentativeMass
+from flexmask.kernels.representative import RepresentativeSums
 from flexmask.kernels.visibility import KernelGeometry, kv_edges_of
 
 LINES_PER_PROGRAM = 8
@@ -93,7 +93,7 @@ def _lines_kernel(
     tl.store(p_lines + tl.num_programs(1) * num_kv_blocks, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 
 
-def line_mass(mass: RepresentativeMass, geometry: KernelGeometry) -> Tensor:
+def line_mass(mass: RepresentativeSums, geometry: KernelGeometry) -> Tensor:
     """V by key block and S by block diagonal, (2, batch, num_heads, num_kv_blocks) float32; -1 if no candidate."""
     batch, num_heads, blocks, block_size, _ = mass.sums.shape
     lines = mass.sums.new_empty((2, batch, num_heads, blocks))
@@ -104,7 +104,7 @@ def line_mass(mass: RepresentativeMass, geometry: KernelGeometry) -> Tensor:
     return lines
 
 
-def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> Tensor:
+def coverage(problem: BlockProblem, mass: RepresentativeSums, keep: Tensor) -> Tensor:
     """As `flexmask.plain.coverage`."""
     rows, sums, norms = mass.rows[:, 1:].long(), mass.sums, mass.norms
     q_block = (rows.clamp(min=0) // problem.block_size)[:, None, :, None].expand(*keep.shape[:2], -1, keep.shape[3])

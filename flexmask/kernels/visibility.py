@@ -219,8 +219,8 @@ def kv_edges_of(kv_edges, batch, num_kv_blocks):
 def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
     """last_row, first_row, first_valid_row, last_valid_row and last_whole_key of query blocks, -1 outside `m_q`.
 
-    Without a valid row the first stands beyond what any key reaches, the last before block 0. `last_whole_key`, up to which key
-    blocks are full, is -1 if none is.
+    Without a valid row the first lies beyond what any key reaches, the last before block 0. Key blocks are full up to
+    `last_whole_key`, -1 if none is.
     """
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + o_q
     last_row = tl.load(p_q_edges, mask=m_q, other=-1)

@@ -1,4 +1,4 @@
-"""The part of a selection that no layer's numbers change: options on the device, and the geometry of blocks."""
+"""The part of a selection that is the same in every layer: options on the device, and the geometry of blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_FLOATS_PER_SLICE = 2**27
 
 
 class PreparedSelection(NamedTuple):
-    """The part of a selection that no layer's numbers change."""
+    """The part of a selection that is the same in every layer."""
 
     method: FittedMethod
     method_for_steps: Method  # the method with options as its steps take them (`with_device_numbers`)
@@ -41,10 +41,7 @@ class PreparedSelection(NamedTuple):
 def prepare_selection(
     method: FittedMethod, inputs: PositionedInputs, reuse_from: PreparedSelection | None = None, max_bytes: int | None = None
 ) -> PreparedSelection:
-    """Compute the part of a selection that no layer's numbers change.
-
-    `reuse_from` is the result for other heads of the same batch rows, whose geometry is taken over.
-    """
+    """Prepare a selection; `reuse_from` is the result for other heads of the same batch rows, whose geometry is reused."""
     query, size, by_kernels = inputs.query, method.block_size, method.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
         if is_traced() and by_kernels:

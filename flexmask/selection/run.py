@@ -38,11 +38,7 @@ def run_kernels(prepared: PreparedSelection, inputs: PositionedInputs, with_map:
 def run_plain(
     prepared: PreparedSelection, inputs: PositionedInputs, statistics: tuple[str, ...], call_end: Tensor | None = None
 ) -> Selection:
-    """Run a method in plain steps, compiled on accelerators.
-
-    `call_end` is the position after the call's last row, (batch,). It is needed only if `inputs` holds a slice of the call's
-    rows.
-    """
+    """Run a method in plain steps, compiled on accelerators; `call_end` as in `token_validity`."""
     method, size = prepared.method_for_steps, prepared.method_for_steps.block_size
     if prepared.geometry is not None:
         return run_on_problem(BlockProblem(inputs, size, plain, geometry=prepared.geometry), method, statistics)
@@ -116,7 +112,7 @@ def _check_map(kept: Any, message_start: str, problem: BlockProblem) -> None:
 
 
 def from_map(problem: BlockProblem, kept: Tensor | None) -> Choice:
-    """The choice that a map of kept blocks stands for; None: every visible block."""
+    """The choice of a map of kept blocks; None: every visible block."""
     # materialized: both lists must come from the same floats
     limited = problem.visible if kept is None else materialized((kept | problem.diagonal_blocks) & problem.visible)
     limited = limited.expand(problem.inputs.query.shape[0], -1, -1, -1)

@@ -76,7 +76,7 @@ def made(name, setting, device="cpu"):
         *(pytest.param(name, at, "cuda", marks=pytest.mark.gpu) for name in MASKS for at in ON_GPU if serves(name, at)),
     ],
 )
-def test_lists_are_those_of_the_mask_mod_which_shows_nothing_hidden_and_each_rows_own_position(name, setting, device):
+def test_lists_equal_the_mask_mod_which_hides_what_is_hidden_and_shows_each_row_itself(name, setting, device):
     case, (mask, allowed) = case_of(setting), made(name, setting, device)
     batch, num_heads, q_len, _ = case.query.shape
     assert mask.shape[0] == batch and mask.shape[1] in (1, num_heads)
@@ -112,8 +112,8 @@ def lengths_forgotten():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_keeping_everything_is_dense_attention(name, device):
     shared = {"q_len": 300, "kv_len": 333, "attention_mask": padding(333, ("left", 66), ("left", 133)), "scores": {"window": 200}}
-    it = call_in(batch=2, heads=(4, 2), **({} if name == "published" else shared))
-    there = it.to(device)
+    case = call_in(batch=2, heads=(4, 2), **({} if name == "published" else shared))
+    there = case.to(device)
     with torch.compiler.set_stance("force_eager"):  # other tests compile masks
         mask = mask_of(name, there, **TESTED[name].everything)
     if not CPU_TAKES_UNBACKED_SIZES:
@@ -121,8 +121,8 @@ def test_keeping_everything_is_dense_attention(name, device):
     with torch.no_grad():
         inputs = attention_inputs(there.query, there.key, there.value)
         out, _ = run_flex_attention(inputs, mask, "cpu" if device == "cpu" else "triton")
-    everything = torch.ones(2, 4, *(-(-x.shape[2] // 32) for x in (it.query, it.key)), dtype=torch.bool)
-    assert_same_attention(out, it.under(everything)[0])
+    everything = torch.ones(2, 4, *(-(-x.shape[2] // 32) for x in (case.query, case.key)), dtype=torch.bool)
+    assert_same_attention(out, case.under(everything)[0])
 
 
 # with padding, a window and offsets by batch row, where a method serves these
@@ -178,7 +178,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_nothing_exceeds_the_bytes_that_the_method_states_and_grows_with_the_square_of_the_tokens(name):
+def test_memory_stays_within_what_the_method_states(name):
     by_rows = METHODS[name]().floats_per_row(TOKENS) > 0
     with FakeTensorMode(), Largest() as largest:
         # methods that go slice by slice need only the last rows

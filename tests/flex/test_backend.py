@@ -38,9 +38,12 @@ def chosen(monkeypatch):
                 given["attention_mask"] = torch.empty(1, kv_len, dtype=torch.bool, device="cuda")
         inputs = AttentionInputs(*tensors, 1.0, **given)
         verdicts = verdict if callable(verdict) else lambda call: verdict
-        return chosen_backend(
-            name, inputs, *call.values(), lambda kind, device: choose.asked.append(kind) or verdicts(kind), direct
-        )
+
+        def asked_verdict(kind, device):
+            choose.asked.append(kind)
+            return verdicts(kind)
+
+        return chosen_backend(name, inputs, *call.values(), asked_verdict, has_mask_mod=not direct)
 
     return choose
 
@@ -180,7 +183,7 @@ def test_what_flash_never_takes_is_refused_unchecked(chosen, given, reason):
 
 @pytest.mark.parametrize("capability", [10, 11])
 def test_flash_by_name_is_untested_on_blackwell(chosen, capability):
-    with pytest.warns(UserWarning, match=rf'backend="flash" is untested on compute capability {capability}, .* blocks of 256'):
+    with pytest.warns(UserWarning, match=rf'backend="flash" is untested on compute capability {capability}: .* blocks of 256'):
         assert chosen("flash", capability).name == "flash"
     with pytest.warns(UserWarning, match="untested"), pytest.raises(ValueError, match="block lists ignored"):
         chosen("flash", capability, verdict=WRONG)

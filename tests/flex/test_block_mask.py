@@ -152,16 +152,16 @@ def every_other(query, key, block_size, **given):
 def test_lists_count_where_the_mask_mod_is_trivial(backend):
     device = "cpu" if backend == "auto" else "cuda"
     size, dtype = (16, torch.float32) if backend == "auto" else (128, torch.bfloat16)
-    it = call(8 * size, head_dims=(32, 32), dtype=dtype, block_size=size)
-    given = [x.to(device) for x in (it.query, it.key, it.value)]
+    case = call(8 * size, head_dims=(32, 32), dtype=dtype, block_size=size)
+    given = [x.to(device) for x in (case.query, case.key, case.value)]
     with torch.no_grad():
         out = sparse_attention(*given, every_other, block_size=size, dense_below=0, backend=backend)
     place = torch.arange(8 * size)
     causal = place[:, None] >= place
-    expected, _ = masked_attention(it.query, it.key, it.value, causal & (place // size % 2 == 0))
+    expected, _ = masked_attention(case.query, case.key, case.value, causal & (place // size % 2 == 0))
     assert_same_attention(out, expected)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, masked_attention(it.query, it.key, it.value, causal)[0])
+        assert_same_attention(out, masked_attention(case.query, case.key, case.value, causal)[0])
 
 
 def causal(b, h, q_idx, kv_idx):

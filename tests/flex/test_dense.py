@@ -29,16 +29,16 @@ from tests.expected import masked_attention
     ],
 )  # fmt: skip
 def test_short_prompts_and_single_rows_run_dense(keywords):
-    it = call(**keywords)
+    case = call(**keywords)
     decodes = keywords["q_len"] == 1
     below = {} if decodes else {"dense_below": 101}
-    expected, lse = it.under(torch.ones_like(it.select().keep))
-    out, stats = it.attend(return_stats=True, **below)
+    expected, lse = case.under(torch.ones_like(case.select().keep))
+    out, stats = case.attend(return_stats=True, **below)
     assert stats.dense is True and (stats.density == 1).all()
     assert (stats.coverage == 1).all() and stats.js_distance.isnan().all()
-    assert not stats.is_query_aware.any() and out.dtype == it.query.dtype
+    assert not stats.is_query_aware.any() and out.dtype == case.query.dtype
     assert_same_attention(out, expected)
-    again, got, more = it.attend(return_lse=True, return_stats=True, **below)
+    again, got, more = case.attend(return_lse=True, return_stats=True, **below)
     assert isinstance(more, SelectionStats)
     assert_same_attention(again, expected)
     assert got.dtype == torch.float32
@@ -48,12 +48,12 @@ def test_short_prompts_and_single_rows_run_dense(keywords):
 @pytest.mark.parametrize("keywords", [{"return_lse": True}, {"return_stats": True}], ids=["written out", "SDPA"])
 def test_dense_in_parts_is_dense_in_one(monkeypatch, keywords):
     scores = {"window": 40} if "return_stats" in keywords else {"softcap": 2.0, "window": 40}
-    it = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
-    whole = it.attend(dense_below=101, **keywords)
+    case = call(q_len=70, kv_len=100, scores=scores, attention_mask=padding(100, ("left", 50)))
+    whole = case.attend(dense_below=101, **keywords)
     # 13 rows at a time
-    for name, most in (("_MAX_SCORES", it.query.shape[1] * 100 * 13), ("_MAX_VISIBLE", 100 * 13)):
+    for name, most in (("_MAX_SCORES", case.query.shape[1] * 100 * 13), ("_MAX_VISIBLE", 100 * 13)):
         monkeypatch.setattr(f"flexmask.flex.dense.{name}", most)
-    parts = it.attend(dense_below=101, **keywords)
+    parts = case.attend(dense_below=101, **keywords)
     torch.testing.assert_close(parts[0], whole[0], atol=1e-6, rtol=0)
     if "return_lse" in keywords:
         torch.testing.assert_close(parts[1], whole[1], atol=1e-6, rtol=0)
@@ -95,8 +95,8 @@ GAMMAS = (0.3, 1.0, 1.0, 1.0)
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    it = call(LENGTH, seed=18, sharpness=5.0)
-    return it.query, it.key, it.value
+    case = call(LENGTH, seed=18, sharpness=5.0)
+    return case.query, case.key, case.value
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

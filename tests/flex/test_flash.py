@@ -67,20 +67,20 @@ CALLS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize(("given", "sinks"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("groups", [False, True])
 def test_output_and_log_sum_exp_are_those_of_kept_scores(directly, given, sinks, groups):
-    it = call(**given)
+    case = call(**given)
     memory = {"max_mask_bytes": 1} if groups else {}
-    out, lse = it.attend(sinks=sinks, return_lse=True, **memory)
-    keep = it.select().keep
+    out, lse = case.attend(sinks=sinks, return_lse=True, **memory)
+    keep = case.select().keep
     assert not keep.all()
-    assert_same_attention(out, it.under(keep, sinks)[0])
-    torch.testing.assert_close(lse.double(), it.under(keep)[1], atol=1e-4, rtol=0)
-    torch.testing.assert_close(it.attend(sinks=sinks, **memory), out, atol=0, rtol=0)
+    assert_same_attention(out, case.under(keep, sinks)[0])
+    torch.testing.assert_close(lse.double(), case.under(keep)[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(case.attend(sinks=sinks, **memory), out, atol=0, rtol=0)
     assert directly.called
 
 
 def test_a_log_sum_exp_is_asked_for_where_it_is_needed_and_corrected(package):
-    it = call(64)
-    selection, inputs = it.select(), AttentionInputs(it.query, it.key, it.value, 0.2)
+    case = call(64)
+    selection, inputs = case.select(), AttentionInputs(case.query, case.key, case.value, 0.2)
     assert flash_attention(inputs, selection.lists, 16)[1] is None
     assert package.call_args.kwargs["return_lse"] is False
     lses = [flash_attention(inputs, selection.lists, 16, True, factor)[1] for factor in (1.0, 2.0)]
@@ -90,8 +90,8 @@ def test_a_log_sum_exp_is_asked_for_where_it_is_needed_and_corrected(package):
 
 
 def test_only_what_the_kernel_cannot_read_is_copied(package):
-    it = call(64, dtype=torch.bfloat16)
-    lists, given = it.select().lists, (it.query, it.key, it.value)
+    case = call(64, dtype=torch.bfloat16)
+    lists, given = case.select().lists, (case.query, case.key, case.value)
 
     def read(*tensors):
         out = flash_attention(AttentionInputs(*tensors, 0.2), lists, 16)[0]
@@ -105,9 +105,9 @@ def test_only_what_the_kernel_cannot_read_is_copied(package):
     by_dimension = [x.mT.contiguous().mT for x in given]
     for tensors in (shifted, odd_rows, by_dimension):
         assert read(*tensors) == [False] * 3
-    keys = it.key[:, :1].expand(-1, 2, -1, -1)
-    expected = flash_attention(AttentionInputs(it.query, keys.contiguous(), it.value, 0.2), lists, 16)[0]
-    assert read(it.query, keys, it.value) == [True, False, True]
+    keys = case.key[:, :1].expand(-1, 2, -1, -1)
+    expected = flash_attention(AttentionInputs(case.query, keys.contiguous(), case.value, 0.2), lists, 16)[0]
+    assert read(case.query, keys, case.value) == [True, False, True]
 
 
 OPTIONS = {"block_size": 16, "gamma": 0.7, "min_budget": 16, "min_coverage": 0.0, "dense_below": 0}

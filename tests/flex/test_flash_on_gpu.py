@@ -131,11 +131,11 @@ def test_eager_calls_are_direct_and_others_go_through_flex_attention(cuda, monke
     one_map = {"method": "streaming_llm", "sink_blocks": 1, "window_blocks": 3}
     calls = {"chunk": {}, "window": {"scores": {"window": 800}}, "whole": {"q_len": 2400}, "one map": one_map}
     for name, given in calls.items():
-        it = call(**{**plain, **given})
+        case = call(**{**plain, **given})
         direct.clear()
-        out = it.attend(cuda)
+        out = case.attend(cuda)
         assert direct, name
-        assert_same_attention(out, it.under(it.to(cuda).select().keep)[0])
+        assert_same_attention(out, case.under(case.to(cuda).select().keep)[0])
     others = {"offset": {"q_offset": 700}, "soft cap": {"scores": {"softcap": 5.0}}}
     for name, given in others.items():
         direct.clear()
@@ -158,18 +158,18 @@ SOMETIMES = {
 def test_what_the_kernel_may_take_runs_or_is_refused_in_its_words(cuda, device, changes, words, given):
     found = flash_verdict(PLAIN._replace(**changes), device)
     assert found is not None
-    it = call(**given, dtype=torch.bfloat16, gamma=0.3)
+    case = call(**given, dtype=torch.bfloat16, gamma=0.3)
     if found.reason:
         with pytest.raises(ValueError, match=words):
-            it.attend(cuda, backend="flash")
+            case.attend(cuda, backend="flash")
         return
-    out, keep = it.attend(cuda, backend="flash"), it.to(cuda).select().keep
-    expected, wanted = it.under(keep)
+    out, keep = case.attend(cuda, backend="flash"), case.to(cuda).select().keep
+    expected, wanted = case.under(keep)
     assert_same_attention(out, expected)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, it.under(torch.ones_like(keep))[0])
+        assert_same_attention(out, case.under(torch.ones_like(keep))[0])
     if "head_dim" in changes:
-        lse = it.attend(cuda, backend="flash", return_lse=True)[1]
+        lse = case.attend(cuda, backend="flash", return_lse=True)[1]
         torch.testing.assert_close(lse.cpu().double(), wanted, atol=1e-3, rtol=0)
 
 
@@ -189,12 +189,12 @@ CALLS = {
 
 @pytest.mark.parametrize(("given", "sinks"), CALLS.values(), ids=CALLS)
 def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sinks):
-    it = call(**{"dtype": torch.bfloat16, "block_size": 128, "gamma": 0.3, **given})
+    case = call(**{"dtype": torch.bfloat16, "block_size": 128, "gamma": 0.3, **given})
     moved = None if sinks is None else sinks.to(cuda)
-    out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash")
-    expected, _ = it.under(it.to(cuda).select().keep, sinks)
-    wanted = it.under(it.to(cuda).select().keep)[1]
-    tolerance = 1e-2 if "softcap" in it.scores else 1e-3
+    out, lse = case.attend(cuda, sinks=moved, return_lse=True, backend="flash")
+    expected, _ = case.under(case.to(cuda).select().keep, sinks)
+    wanted = case.under(case.to(cuda).select().keep)[1]
+    tolerance = 1e-2 if "softcap" in case.scores else 1e-3
 
     def close():
         assert_same_attention(out, expected)
@@ -202,18 +202,18 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
 
     close()
     # the same compiled code
-    torch.testing.assert_close(it.attend(cuda, sinks=moved, return_lse=True), (out, lse), atol=0, rtol=0)
+    torch.testing.assert_close(case.attend(cuda, sinks=moved, return_lse=True), (out, lse), atol=0, rtol=0)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_attention(out, it.under(torch.ones_like(it.to(cuda).select().keep), sinks)[0])
+        assert_same_attention(out, case.under(torch.ones_like(case.to(cuda).select().keep), sinks)[0])
     # head by head
-    out, lse = it.attend(cuda, sinks=moved, return_lse=True, backend="flash", max_mask_bytes=1)
+    out, lse = case.attend(cuda, sinks=moved, return_lse=True, backend="flash", max_mask_bytes=1)
     close()
 
 
 def test_packed_sequences_have_them_too(cuda):
     lengths, softcap = (300, 1500, 40), 5.0
-    it = call(sum(lengths), head_dims=(64, 64), dtype=torch.bfloat16)
-    given = [x[0].transpose(0, 1).contiguous().to(cuda) for x in (it.query, it.key, it.value)]
+    case = call(sum(lengths), head_dims=(64, 64), dtype=torch.bfloat16)
+    given = [x[0].transpose(0, 1).contiguous().to(cuda) for x in (case.query, case.key, case.value)]
     scores = {"sinks": SINKS.to(cuda), "softcap": softcap, "backend": "flash", "return_lse": True}
     options = {"method": "flexprefill", "gamma": 0.3, "min_budget": 0, "dense_below": 1000}
     with torch.no_grad():
@@ -222,7 +222,7 @@ def test_packed_sequences_have_them_too(cuda):
     torch.testing.assert_close(out[300:1800], alone[0][0].transpose(0, 1), atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse[:, 300:1800], alone[1][0], atol=1e-3, rtol=0)
     for start, stop in ((0, 300), (1800, 1840)):
-        query, key, value = (x[None, :, start:stop] for x in (it.query[0], it.key[0], it.value[0]))
+        query, key, value = (x[None, :, start:stop] for x in (case.query[0], case.key[0], case.value[0]))
         causal = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
         expected = masked_attention(query, key, value, causal, softcap=softcap, sinks=SINKS)
         assert_same_attention(out[start:stop].transpose(0, 1)[None], expected[0])
@@ -231,11 +231,11 @@ def test_packed_sequences_have_them_too(cuda):
 
 
 def test_later_calls_wait_for_nothing(cuda, nothing_waits):
-    it, sinks = call(1500, head_dims=(64, 64), dtype=torch.bfloat16, block_size=128, gamma=0.3).to(cuda), SINKS.to(cuda)
+    case, sinks = call(1500, head_dims=(64, 64), dtype=torch.bfloat16, block_size=128, gamma=0.3).to(cuda), SINKS.to(cuda)
     options = {"gamma": 0.3, "min_budget": 0, "dense_below": 0, "sinks": sinks, "return_lse": True}
 
     def attend():
-        return sparse_attention(it.query, it.key, it.value, "flexprefill", **options)
+        return sparse_attention(case.query, case.key, case.value, "flexprefill", **options)
 
     with torch.no_grad():
         expected = attend()

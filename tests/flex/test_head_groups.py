@@ -66,7 +66,7 @@ def test_the_lists_of_one_group_exist_at_a_time(without_kernel, monkeypatch, wan
     assert alive == [0] * 8
 
 
-def test_one_mask_for_all_heads_has_a_backend_of_its_own_and_no_key_head_s_density(without_kernel, monkeypatch):
+def test_one_mask_for_all_heads_has_its_own_backend_and_no_density_by_kv_head(without_kernel, monkeypatch):
     shared, query, key = [], torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
     choose = plans.chosen_backend
     monkeypatch.setattr(

@@ -84,27 +84,27 @@ CALLS = {
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["", "sinks"])
 @pytest.mark.parametrize("memory", [{}, {"max_mask_bytes": 1}], ids=["", "groups"])
 def test_output_and_log_sum_exp_are_those_of_kept_scores(directly, processors, given, sinks, memory):
-    it = call(**given, method="hybrid", gamma=0.9, min_coverage=0.0)
-    keep = it.select().keep
+    case = call(**given, method="hybrid", gamma=0.9, min_coverage=0.0)
+    keep = case.select().keep
     assert keep[:, :, -1].all() and not keep.all()
     results = {}
     for number in (0, 48):
         processors(number)
         directly.reset_mock()
-        results[number] = it.attend(sinks=sinks, return_lse=True, **memory)
-        groups = it.query.shape[0] * it.query.shape[1] if memory else 1
+        results[number] = case.attend(sinks=sinks, return_lse=True, **memory)
+        groups = case.query.shape[0] * case.query.shape[1] if memory else 1
         assert directly.call_count == groups * (1 if number == 0 else 2)
     out, lse = results[48]
-    assert_same_attention(out, it.under(keep, sinks)[0])
-    torch.testing.assert_close(lse.double(), it.under(keep)[1], atol=1e-4, rtol=0)
+    assert_same_attention(out, case.under(keep, sinks)[0])
+    torch.testing.assert_close(lse.double(), case.under(keep)[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(results[48], results[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(it.attend(sinks=sinks, **memory), out, atol=0, rtol=0)
+    torch.testing.assert_close(case.attend(sinks=sinks, **memory), out, atol=0, rtol=0)
 
 
 def test_a_corrected_log_sum_exp_weighs_the_parts(package, processors):
     processors(48)
-    it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
-    given = AttentionInputs(it.query, it.key, it.value, 32**-0.5)
+    case = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
+    given = AttentionInputs(case.query, case.key, case.value, 32**-0.5)
     last = last_rows_in_parts(given, SIZE)
     right = package.side_effect
 
@@ -112,19 +112,19 @@ def test_a_corrected_log_sum_exp_weighs_the_parts(package, processors):
         out, lse, *rest = right(*tensors, **named)
         return out, lse if lse is None else lse / 2, *rest
 
-    expected = flash_attention(given, it.select().lists, SIZE, True, 1.0, last)
+    expected = flash_attention(given, case.select().lists, SIZE, True, 1.0, last)
     package.side_effect = halved
-    torch.testing.assert_close(flash_attention(given, it.select().lists, SIZE, True, 2.0, last), expected)
+    torch.testing.assert_close(flash_attention(given, case.select().lists, SIZE, True, 2.0, last), expected)
     with pytest.raises(AssertionError, match="not close"):
-        torch.testing.assert_close(flash_attention(given, it.select().lists, SIZE, False, 1.0, last)[0], expected[0])
+        torch.testing.assert_close(flash_attention(given, case.select().lists, SIZE, False, 1.0, last)[0], expected[0])
 
 
 @pytest.mark.parametrize(("given", "is_written"), [({}, True), ({"max_mask_bytes": 1}, False)], ids=["", "groups"])
 def test_the_output_goes_where_it_is_wanted(directly, processors, given, is_written):
     """Of one group of heads, if the kernel can write there."""
     processors(48)
-    it = call(150, 777, method="hybrid", gamma=0.9, min_coverage=0.0)
-    tensors, expected = (it.query, it.key, it.value), it.attend()
+    case = call(150, 777, method="hybrid", gamma=0.9, min_coverage=0.0)
+    tensors, expected = (case.query, case.key, case.value), case.attend()
     of_calls = plan(*tensors, dense_below=0, gamma=0.9, block_size=SIZE, min_budget=0, min_coverage=0.0, **given)
     # rows of heads, as in a batch; the second starts between 16 bytes
     for skipped, can in ((4, is_written), (1, False)):
@@ -147,19 +147,19 @@ OTHERS = {
 @pytest.mark.parametrize("given", OTHERS.values(), ids=OTHERS)
 def test_other_rows_are_not_cut(directly, processors, given):
     processors(48)
-    it = call(**{"q_len": 320, "method": "hybrid", "gamma": 0.9, **given})
-    it.attend()
+    case = call(**{"q_len": 320, "method": "hybrid", "gamma": 0.9, **given})
+    case.attend()
     assert directly.call_count == 1
 
 
 def test_parts_are_not_weighed_by_a_wrong_log_sum_exp(package, processors, monkeypatch):
     processors(48)
-    it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
+    case = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
     for has_lse, calls in ((True, 2), (False, 1)):
         backend = Backend("flash", direct=True, has_lse=has_lse)
         monkeypatch.setattr(plans, "chosen_backend", lambda *given, backend=backend, **named: backend)
         package.reset_mock()
-        assert_same_attention(it.attend(), it.under(it.select().keep)[0])
+        assert_same_attention(case.attend(), case.under(case.select().keep)[0])
         assert package.call_count == calls
 
 
@@ -183,18 +183,18 @@ def test_a_method_derived_from_hybrid_chooses_its_own_last_rows(directly, proces
             return problem.nearest_diagonals(2)
 
     nearest_mask = mask_function.mask_function("nearest", Nearest)
-    it = call(320, method="hybrid")
-    out = sparse_attention(it.query, it.key, it.value, method=nearest_mask, block_size=SIZE, dense_below=0)
+    case = call(320, method="hybrid")
+    out = sparse_attention(case.query, case.key, case.value, method=nearest_mask, block_size=SIZE, dense_below=0)
     keep = torch.ones(20, 20, dtype=torch.bool).tril().triu(-1).expand(1, 4, -1, -1)
-    assert_same_attention(out, it.under(keep)[0])
+    assert_same_attention(out, case.under(keep)[0])
     assert directly.call_count == 1
 
 
 def test_groups_of_one_size_share_the_lists(directly, processors):
     processors(48)
-    it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
+    case = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
     where = {"dense_below": 0, "gamma": 0.9, "block_size": SIZE, "min_budget": 0, "min_coverage": 0.0, "max_mask_bytes": 1}
-    groups = plan(it.query, it.key, it.value, **where).groups
+    groups = plan(case.query, case.key, case.value, **where).groups
     assert (
         len(groups) == 4 and groups[0].last_rows is not None and all(group.last_rows is groups[0].last_rows for group in groups)
     )
@@ -202,10 +202,10 @@ def test_groups_of_one_size_share_the_lists(directly, processors):
 
 def test_layers_of_a_plan_share_the_lists(directly, processors, monkeypatch):
     processors(48)
-    it = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
-    tensors = it.query, it.key, it.value
+    case = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
+    tensors = case.query, case.key, case.value
     of_calls = plan(*tensors, dense_below=0, gamma=0.9, block_size=SIZE, min_budget=0, min_coverage=0.0)
     monkeypatch.setattr(plans, "last_rows_in_parts", None)
     out = of_calls.run(*tensors)
     assert directly.call_count == 2
-    assert_same_attention(out, it.under(it.select().keep)[0])
+    assert_same_attention(out, case.under(case.select().keep)[0])

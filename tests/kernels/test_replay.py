@@ -63,8 +63,8 @@ def differ(selections):
 def assert_each_as(expected, layers):
     assert differ(expected)
     prepared, selected = prepared_for(layers[0])
-    for case, its in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
-        assert_equal_lists(selected(case), its)
+    for case, wanted in zip((*layers, layers[0]), (*expected, expected[0]), strict=True):
+        assert_equal_lists(selected(case), wanted)
     return None if prepared.replay is None else prepared.replay._captured
 
 
@@ -97,8 +97,8 @@ def test_what_layers_give_stays_and_what_they_had_goes():
     with by_kernels():
         _, selected = prepared_for(layers[0])
         assert differ(expected)
-        for found, its in zip(list(map(selected, layers)), expected, strict=True):
-            assert_equal_lists(found, its)
+        for found, wanted in zip(list(map(selected, layers)), expected, strict=True):
+            assert_equal_lists(found, wanted)
     # the query and key of the layer that was captured too; those that the plan was made with are the first's
     alive = [weakref.ref(x.untyped_storage()) for case in layers[1:] for x in (case.query, case.key)]
     del layers
@@ -148,8 +148,8 @@ def test_other_strides_and_addresses_select_as_usual(monkeypatch):
         _, selected = prepared_for(layers[0])
         for _ in range(2):
             selected(layers[0])
-        for case, its in zip(others, expected, strict=True):
-            assert_equal_lists(selected(case), its)
+        for case, wanted in zip(others, expected, strict=True):
+            assert_equal_lists(selected(case), wanted)
     assert not ran
 
 
