@@ -29,9 +29,11 @@ def rows_of(part: str, what: str, measure: str, folder: Path = FOLDER) -> pd.Dat
 
 
 def call_rows(folder: Path = FOLDER, backend: str = "flash") -> pd.DataFrame:
-    """Plain calls with blocks of the usual size, with the time of the fastest dense kernel."""
+    """Plain calls in blocks of 128 on the torch last used at their length, with the time of the fastest dense kernel."""
     rows = rows_of("latency,equal error", "call", "eager_ms", folder)
-    return rows[(rows["backend"] == backend) & rows["share"].notna() & ~rows["options"].str.contains("block_size")]
+    rows = rows[(rows["backend"] == backend) & rows["share"].notna() & ~rows["options"].str.contains("block_size")]
+    last_used = rows.sort_values("date", kind="stable").groupby(["method", "tokens"])["torch"].transform("last")
+    return rows[rows["torch"] == last_used]
 
 
 def speed_up(rows: pd.DataFrame, density: float) -> float:
