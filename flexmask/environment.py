@@ -20,7 +20,7 @@ from flexmask.flex.flash_check import flash_verdict
 
 _MAX_CHARACTERS = 1000  # of an error that is shown: some list every model of transformers
 
-# changes from plain calls of head_dim 128 in bfloat16
+# by feature: how its call differs from a plain call of head_dim 128 in bfloat16
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "plain calls": {},
     "windows and chunks": {"has_window_or_offset": True},
@@ -35,7 +35,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "called directly": {"direct": True},
     "windows, called directly": {"has_window_or_offset": True, "direct": True},
 }
-# releases of transformers that the adapter serves
+# releases of transformers that the adapter supports
 OLDEST, NEWEST = (4, 54), (5, 24)
 PACKAGES = ("flexmask", "torch", "triton", "flash-attn-4", "transformers", "accelerate", "matplotlib")
 
@@ -75,7 +75,7 @@ def versions() -> dict[str, str | None]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    # a checkout may not be installed
+    # a checkout that is not installed has no metadata
     return versions | {"flexmask": sys.modules["flexmask"].__version__, "torch": torch.__version__}
 
 
@@ -117,12 +117,12 @@ def backends(device: torch.device | str, dtype: torch.dtype) -> list[BackendRepo
 
 def flash_can_run(device: torch.device | str) -> bool:
     """True if FLASH is installed and has a kernel for `device`."""
-    # a tensor's device has its index
+    # a tensor's device includes its index
     return flash_available() and has_flash_kernels(torch.zeros((), device=device).device)
 
 
 def flash_features(device: torch.device | str) -> list[FlashReport]:
-    """Features that FLASH serves on `device`, by its numeric check, which compiles; empty where it cannot run at all."""
+    """FLASH's numeric check of each feature on `device`, which compiles; empty where FLASH cannot run at all."""
     device = torch.zeros((), device=device).device
     reports = []
     for feature, changes in FLASH_FEATURES.items() if flash_can_run(device) else ():
@@ -135,7 +135,7 @@ def flash_features(device: torch.device | str) -> list[FlashReport]:
     return reports
 
 
-def problems(device: torch.device | str) -> list[KnownIssue]:
+def known_issues(device: torch.device | str) -> list[KnownIssue]:
     """Known bad combinations of releases, environment variables and `device`; errors come first."""
     device = torch.device(device)
     on_cpu, on_nvidia = device.type == "cpu", device.type == "cuda" and torch.version.hip is None
@@ -147,8 +147,8 @@ def problems(device: torch.device | str) -> list[KnownIssue]:
     compare = "run the self-test and compare logits"
     # whether it holds, severity, what, remedy
     conditions = [
-        *((True, "error", f"{name}={x} switches torch.compile off, which sparse attention needs", f"unset {name}")
-          for name, x in is_set.items()),
+        *((True, "error", f"{name}={value} switches torch.compile off, which sparse attention needs", f"unset {name}")
+          for name, value in is_set.items()),
         (not on_cpu and not HAS_TRITON, "error", "triton is missing, which compiled attention needs on a GPU",
          "pip install 'flexmask[gpu]'"),
         (not on_cpu and interpreted, "warning", "TRITON_INTERPRET is set: kernels run in Triton's interpreter",
@@ -172,7 +172,7 @@ def problems(device: torch.device | str) -> list[KnownIssue]:
         (has_flash_package() and not HAS_FLASH_BACKEND, "warning",
          f"flash-attn-4 is installed, but torch {torch.__version__} cannot use it", "torch >= 2.10"),
     ]  # fmt: skip
-    return sorted((KnownIssue(*rest) for holds, *rest in conditions if holds), key=lambda problem: problem.severity != "error")
+    return sorted((KnownIssue(*rest) for holds, *rest in conditions if holds), key=lambda issue: issue.severity != "error")
 
 
 def one_line(message: object) -> str:
@@ -183,8 +183,8 @@ def one_line(message: object) -> str:
 
 
 def check_transformers(version: str) -> None:
-    """Raise ImportError for a release that is not served."""
+    """Raise ImportError for a release that the adapter does not support."""
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= release <= NEWEST:
-        oldest, newest = (".".join(map(str, served)) for served in (OLDEST, NEWEST))
-        raise ImportError(f"flexmask serves transformers {oldest} to {newest}; got {version}")
+        oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST))
+        raise ImportError(f"flexmask supports transformers {oldest} to {newest}; got {version}")

@@ -18,12 +18,12 @@ from flexmask.block_masks.hybrid import hybrid_mask
 from flexmask.flex.backend import chosen_backend
 from flexmask.flex.flash_case import exact_attention
 
-# of outputs around 1, from attention in float64
+# the largest difference of outputs around 1 from attention in float64
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-# with a gamma at which few tokens lose blocks
+# mask functions, each with a gamma at which few tokens lose blocks
 TESTED = {"hybrid": (hybrid_mask, 0.6), "flexprefill": (flexprefill_mask, 0.3)}
 _TOKENS, _HEAD_DIM, _BLOCK_SIZE = 1100, 64, 128
-# share of the visible blocks that may differ between devices in float32: a score on a threshold
+# share of the visible blocks that may differ between devices in float32, because their scores are on a threshold
 _OTHER_BLOCKS = 0.01
 # timed calls: tokens, query heads, KV heads, head_dim
 _TIMED = {"cpu": [(2048, 4, 2, 64), (8192, 4, 2, 64)], "others": [(8192, 32, 8, 128), (32768, 32, 8, 128)]}
@@ -31,10 +31,7 @@ _RUNS = 5
 
 
 class SelfTest(NamedTuple):
-    """The outcome of one case; `tolerance` bounds `difference` from above and `skipped` from below.
-
-    `other_blocks`: the share of the visible blocks in which the mask differs from that of PyTorch's steps on a CPU.
-    """
+    """The outcome of one case; `tolerance` bounds `difference` from above and `skipped` from below."""
 
     method: str
     backend: str
@@ -42,7 +39,7 @@ class SelfTest(NamedTuple):
     density: float | None  # kept share of the visible blocks
     difference: float | None  # the largest from dense attention under the expanded mask
     skipped: float | None  # from dense attention without it
-    other_blocks: float | None
+    other_blocks: float | None  # share of the visible blocks in which the mask differs from that of PyTorch's steps on a CPU
     tolerance: float
     seconds: float
     error: str = ""
@@ -74,7 +71,7 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
             error = ""
             try:
                 numbers = _differences(device, backend, dtype, method)
-            except Exception as raised:  # a result of the test
+            except Exception as raised:  # an error is a result too
                 error = _first_line(raised)
             name = str(dtype).removeprefix("torch.")
             yield SelfTest(method, backend, name, *numbers, TOLERANCES[dtype], time.perf_counter() - start, error)
@@ -105,11 +102,11 @@ def timed(device: torch.device | str) -> Iterator[Timed]:
             seconds = []
             for below in (tokens + 1, 0):  # dense and sparse
                 names = {"call": sparse_attention, "inputs": inputs, "below": below}
-                # each waits for the device, after calls that compile
+                # a Timer warms up first, and waits for the device
                 timer = Timer("call(*inputs, dense_below=below)", globals=names)
                 seconds.append(float(torch.tensor([timer.timeit(1).mean for _ in range(_RUNS)]).median()))
             yield outcome._replace(density=density, dense=seconds[0], sparse=seconds[1])
-        except Exception as raised:  # a result too
+        except Exception as raised:  # an error is a result too
             yield outcome._replace(error=_first_line(raised))
 
 

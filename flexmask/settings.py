@@ -1,4 +1,4 @@
-"""The settings of a model's prefill: as keywords, in a file, in a model's config; and which of them apply."""
+"""The settings of a model's prefill: as keywords, in a file, in a model's config."""
 
 from __future__ import annotations
 
@@ -192,7 +192,8 @@ class PrefillSettings:
         return cls.from_dict(saved, source) if config is None else cls.from_dict(config[CONFIG_KEY], f"{source}: {CONFIG_KEY}")
 
 
-_DEFAULTS = {name: x.default for name, x in inspect.signature(PrefillSettings).parameters.items() if x.kind is not x.VAR_KEYWORD}
+_PARAMETERS = inspect.signature(PrefillSettings).parameters.values()
+_DEFAULTS = {parameter.name: parameter.default for parameter in _PARAMETERS if parameter.kind is not parameter.VAR_KEYWORD}
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
 
 
@@ -240,17 +241,17 @@ def named_settings(
 
 
 def apply_override(base: PrefillSettings, override: SettingsOverride, base_name: str = "") -> PrefillSettings:
-    """`base` with `override` applied: whole settings replace it; of keywords, each replaces its own.
+    """`base` with `override` applied: whole settings replace it, and each keyword replaces its own.
 
-    An option in `override` holds for all layers, and another method comes without the options of the old one. With `base_name`,
-    raises ValueError where that would drop something of `base`. Raises TypeError or ValueError for wrong keywords.
+    An option in `override` holds for all layers, and another method drops the options of the old one. Raises ValueError if that
+    drops something of `base` while `base_name` is given, TypeError or ValueError for wrong keywords.
     """
     if isinstance(override, PrefillSettings):
         return override
     if not override:
         return base
     layers = {} if "layers" in override else base.layers
-    kept = {layer: {name: x for name, x in options.items() if name not in override} for layer, options in layers.items()}
+    kept = {layer: {name: value for name, value in options.items() if name not in override} for layer, options in layers.items()}
     conflict = next(((name, layer) for layer, options in layers.items() for name in options if name in override), None)
     if base_name and conflict is not None:
         name, layer = conflict
@@ -261,7 +262,7 @@ def apply_override(base: PrefillSettings, override: SettingsOverride, base_name:
         if base_name and lost:
             dropped = f"whose {', '.join(lost)} it would drop"
             raise ValueError(f"method cannot override {base.method!r} in {base_name}, {dropped}; name whole settings instead")
-        keywords = {name: x for name, x in keywords.items() if name in FIELDS and name != "layers"}
+        keywords = {name: value for name, value in keywords.items() if name in FIELDS and name != "layers"}
     return PrefillSettings(**{**keywords, **override})
 
 
@@ -276,14 +277,6 @@ def saved_settings(config: Any, module_heads: Mapping[int, int] = {}) -> Prefill
     except (TypeError, ValueError) as error:
         raise ValueError(f"{CONFIG_KEY}: {error}") from None
     return settings
-
-
-def effective_settings(named: PrefillSettings | None, *configs: Any) -> tuple[PrefillSettings, str]:
-    """The named settings, else those saved in the first config that has some, else the defaults; and which of these they are."""
-    if named is not None:
-        return named, "named"
-    saved = next((settings for settings in map(saved_settings, configs) if settings is not None), None)
-    return (default_settings(), "defaults") if saved is None else (saved, "config")
 
 
 default_settings = functools.cache(PrefillSettings)

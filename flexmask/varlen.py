@@ -136,7 +136,7 @@ def sparse_attention_varlen(
     ... )
     >>> out.shape
     torch.Size([700, 4, 32])
-    >>> [each.dense for each in stats]
+    >>> [of_sequence.dense for of_sequence in stats]
     [False, True, True]
     """
     checked_method = method_of(method, block_size, options)
@@ -172,7 +172,7 @@ def sparse_attention_varlen(
         if reason is not None:
             result = AttentionResult(*next(dense))
         else:
-            # for the others only: Dynamo would keep a frame in which it first found nothing to compile uncompiled
+            # only for these: Dynamo never compiles a frame in which it first found nothing to compile
             plan = plan_call(inputs, fitted_method, call_options, return_lse)
             log_dense_once(plan.reason, inputs.query.shape[2])
             result = plan.attend(inputs, statistics)
@@ -186,7 +186,7 @@ def sparse_attention_varlen(
     if return_stats:
         nonempty_stats = iter(stats)
         segment_stats = (next(nonempty_stats) if segment.q_len > 0 else None for segment in segments)
-        extras.append(tuple(each or dense_stats(pack.query) for each in segment_stats))
+        extras.append(tuple(found or dense_stats(pack.query) for found in segment_stats))
     return (out, *extras) if extras else out
 
 

@@ -13,9 +13,9 @@ from flexmask.base.checks import check_int, plain_number
 from flexmask.flex.flash_check import check_for_compiled_callers
 from flexmask.method import method_of
 
-# tokens: sizes that changed are symbolic in the second call; no multiples of a block
+# tokens: a size that has changed is symbolic from the second call on; no multiples of a block
 LENGTHS = (1100, 2300)
-# blocks, on CUDA: medium and large maps (block_masks/flexprefill/map_top_p_kernels.py); chunks have half the square
+# blocks, on CUDA: they make medium and large maps (block_masks/flexprefill/map_top_p_kernels.py), which chunks halve
 MANY_BLOCKS = (190, 370)
 
 
@@ -34,7 +34,7 @@ def warmup(
 ) -> float:
     """Compile what `sparse_attention` needs for one shape of model, so later calls do not.
 
-    Compiled code is kept for the process and serves all lengths. It is compiled again for
+    Compiled code is kept for the process and works for all lengths. It is compiled again for
 
     * other numbers of heads, head_dim, dtype, batch size, device, memory layout, scale or softcap,
     * another method, or another value of an option that is no float; on accelerators once for a second window,

@@ -41,30 +41,30 @@ def doctor(
 
     Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
     its mask, and masks with those of a CPU. With --self-test it also times attention, and prints all of it to paste into an
-    issue. Where FlexAttention's FLASH kernel can run, a check shows what it serves. With a MODEL it also forecasts each
+    issue. Where FlexAttention's FLASH kernel can run, a check shows what it supports. With a MODEL it also forecasts each
     layer (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
     output = Output(common.as_json)
     with output.progress("loading torch"):
-        from flexmask.environment import backends, device_name, problems, versions
-    # the first device, if the model is spread over several
+        from flexmask.environment import backends, device_name, known_issues, versions
+    # for a model that is spread over devices, the first one
     where = chosen_device(None if common.device == "auto" else common.device)
     kind = chosen_dtype(common.dtype, where)
     chosen = common.prefill_settings(for_model=model is not None)
     config = None if model is None else load_config(model)
     unknown = None
     installed = versions()
-    known = [*problems(where), *_transformers_problems(installed["transformers"], needed=model is not None)]
+    known = [*known_issues(where), *_transformers_issues(installed["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
         "device": device_name(where),
         "versions": installed,
         "backends": [backend._asdict() for backend in backends(where, kind)],
-        "problems": [problem._asdict() for problem in known],
+        "known_issues": [issue._asdict() for issue in known],
     }
     _show_machine(output, document)
-    bad = any(problem.severity == "error" for problem in known)
+    bad = any(issue.severity == "error" for issue in known)
     if run_self_test is not False:
         document |= _tested(output, where)
         bad = bad or not all(test["passed"] for test in document["self_test"])
@@ -88,8 +88,8 @@ def doctor(
         raise typer.Exit(PROBLEM)
 
 
-def _transformers_problems(version: str | None, needed: bool) -> list[KnownIssue]:
-    """Known problems of transformers, by its version, because loading it takes seconds."""
+def _transformers_issues(version: str | None, needed: bool) -> list[KnownIssue]:
+    """Known issues of transformers by its version alone, because loading it takes seconds."""
     from flexmask.environment import KnownIssue, check_transformers
 
     severity = "error" if needed else "warning"
@@ -122,8 +122,8 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
         with output.progress("FLASH: compiling and checking"):
             features = flash_features(device)
         rows = [
-            [each.feature, each.served, _cell("times {:.4g}", each.lse_factor), f"{each.seconds:.0f} s", each.reason]
-            for each in features
+            [report.feature, report.served, _cell("times {:.4g}", report.lse_factor), f"{report.seconds:.0f} s", report.reason]
+            for report in features
         ]
         output.line()
         output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
@@ -145,8 +145,8 @@ def _timed(output: Output, device: str) -> dict[str, Any]:
     for call in calls:
         numbers = ["", "", "", ""]
         if call.dense is not None and call.sparse is not None:
-            seconds = [f"{1e3 * each:.2f} ms" for each in (call.dense, call.sparse)]
-            numbers = [f"{call.density:.1%}", *seconds, f"{call.dense / call.sparse:.2f}x"]
+            times = [f"{1e3 * seconds:.2f} ms" for seconds in (call.dense, call.sparse)]
+            numbers = [f"{call.density:.1%}", *times, f"{call.dense / call.sparse:.2f}x"]
         rows.append([f"{call.tokens:,}", call.heads, call.dtype, *numbers, call.error])
     output.line()
     columns = ["tokens", "heads", "dtype", "density", "dense", "hybrid", "", ""]
@@ -157,7 +157,7 @@ def _timed(output: Output, device: str) -> dict[str, Any]:
 def _for_an_issue(document: dict[str, Any]) -> list[str]:
     """All that was found, in lines."""
     lines = [document["device"], " ".join(f"{name} {version}" for name, version in document["versions"].items() if version)]
-    for name in ("backends", "problems", "self_test", "flash", "times"):
+    for name in ("backends", "known_issues", "self_test", "flash", "times"):
         for found in document[name]:
             told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                     for key, value in found.items() if value not in ("", None))  # fmt: skip
@@ -189,7 +189,7 @@ def _show_machine(output: Output, document: dict[str, Any]) -> None:
         for backend in document["backends"]
     ]
     output.table(["backend", "", "why not"], rows, "FlexAttention's backends")
-    known = [f"{problem['severity']}: {problem['what']}; {problem['remedy']}" for problem in document["problems"]]
+    known = [f"{issue['severity']}: {issue['what']}; {issue['remedy']}" for issue in document["known_issues"]]
     output.line("", *(known or ["No known problem of this combination."]))
 
 

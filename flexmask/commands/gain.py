@@ -34,7 +34,7 @@ def gain(
 
     document = {"model": model, **measure_prompt(loaded, ids, settings, minutes, output)}
     document["gains"] = document["ratio"] is not None and document["ratios"][0] >= MIN_GAIN
-    document["verdict"] = verdict(document)
+    document["conclusion"] = conclusion(document)
     _show(output, document)
     if document["gains"] and common.settings is None:
         given = "".join(f", {name}={value!r}" for name, value in keywords_of(common.given()).items())
@@ -42,7 +42,7 @@ def gain(
     output.result(document)
 
 
-def verdict(document: dict[str, Any]) -> str:
+def conclusion(document: dict[str, Any]) -> str:
     start = f"{document['tokens']:,} tokens: "
     if document["ratio"] is None:
         reason = max(document["reasons"], key=lambda reason: document["reasons"][reason], default="no layer runs sparse")
@@ -52,7 +52,7 @@ def verdict(document: dict[str, Any]) -> str:
         return f"{start}the first token comes {document['ratio']:.2f} times as fast {where}"
     if most >= MIN_GAIN:
         times = f"{least:.2f} to {most:.2f} times as fast {where}, from run to run"
-        return f"{start}no verdict; the first token comes {times}. Repeat it on a quiet machine"
+        return f"{start}inconclusive; the first token comes {times}. Repeat it on a quiet machine"
     return f"{start}nothing to gain; the first token comes less than 5% sooner {where}"
 
 
@@ -71,4 +71,4 @@ def _show(output: Output, document: dict[str, Any]) -> None:
         output.line("", f"Error on this prompt, over {error['tokens']:,} tokens: {change} ({more:+.3f})")
     if document["low_heads"]:
         output.line(f"warning: {document['low_heads']}")
-    output.line("", document["verdict"])
+    output.line("", document["conclusion"])

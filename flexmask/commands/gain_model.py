@@ -22,19 +22,16 @@ from flexmask.environment import device_name
 from flexmask.integrations.huggingface import sparse_prefill
 from flexmask.settings import PrefillSettings
 
-ROUNDS = 3  # timed prefills of each, in turns: a slow moment of the machine then meets both
+ROUNDS = 3  # timed prefills of each kind, in turns, so that a slow moment of the machine affects both
 MAX_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
 _NOT_TIMED = {"low_heads": None, "density": 1.0, "ratio": None, "error": None}
-_AT_ONCE = 256  # log-probabilities at a time in float32
+_AT_ONCE = 256  # tokens whose log-probabilities are computed at a time, in float32
 
 
 def measure_prompt(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, minutes: float, output: Output
 ) -> dict[str, Any]:
-    """Measure density, error and times of one prompt, (1, length).
-
-    Rounds that do not fit into `minutes` are left out; if not even one fits, the prompt is refused.
-    """
+    """Measure density, error and times of one prompt, (1, length), in rounds that fit into `minutes`; refuse it if none fits."""
     ids, length, layers = ids.to(model.device), ids.shape[1], len({layer.layer_idx for layer in _layers(model)})
     too_short = settings.call_options.policy.size_reason(length, length)
     if too_short:
@@ -143,7 +140,7 @@ def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Log-probabilities of up to `MAX_SCORED` evenly spaced tokens of a prompt, (1, length), float32 on the CPU."""
     length = ids.shape[1]
     before = torch.linspace(0, length - 2, min(length - 1, MAX_SCORED), device=ids.device).round().long()
-    # indices would stay on the first device of a model that is spread over several
+    # a model that is spread over devices would not move the indices to the device of its logits
     one_device = len({parameter.device for parameter in model.parameters()}) == 1
     keeps = one_device and "logits_to_keep" in inspect.signature(model.forward).parameters
     logits: Tensor = model(input_ids=ids, use_cache=False, **({"logits_to_keep": before} if keeps else {})).logits[0]

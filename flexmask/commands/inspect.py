@@ -41,7 +41,7 @@ def inspect(
     text = read_text(prompt, output)
     if out.is_dir():
         usage_error(f"{out} is a folder", "--out")
-    # before the wait
+    # refuse a page that cannot be written before the long wait
     nearest = next(folder for folder in out.absolute().parents if folder.exists())
     if not nearest.is_dir() or not os.access(out if out.exists() else nearest, os.W_OK):
         usage_error(f"cannot write {out}", "--out")

@@ -28,7 +28,7 @@ def load_config(model: str) -> Any:
     model, local, auto = _located(model)
     try:
         return auto.AutoConfig.from_pretrained(model, local_files_only=local, trust_remote_code=False)
-    except Exception as error:  # of whatever reads the file
+    except Exception as error:  # whatever reads the file may raise any
         raise _not_a_model(model, error) from error
 
 
@@ -37,20 +37,21 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
     model, local, auto = _located(model)
     chosen = chosen_device(device)
     kind = chosen_dtype(dtype, chosen)
-    # releases before 4.56 have the older name
+    # transformers before 4.56 has the older name
     placed: dict[str, Any] = {"torch_dtype" if auto.__version__.startswith(("4.54.", "4.55.")) else "dtype": kind}
     if chosen == "auto":
         placed["device_map"] = "auto"
-    # own code would be asked for on stdout; other shapes raise an error that leaves out the names
+    # unless it is told not to, transformers asks on stdout whether it may run the model's own code
     how = {"trust_remote_code": False, "local_files_only": local}
     with output.progress(f"loading {model}"):
-        load_config(model)  # first: its errors say more
+        load_config(model)  # first, because its errors say more
         try:
             tokenizer = auto.AutoTokenizer.from_pretrained(model, **how)
+            # `_check_weights` names the weights that have another shape; transformers' own error does not
             loaded, found = auto.AutoModelForCausalLM.from_pretrained(
                 model, ignore_mismatched_sizes=True, output_loading_info=True, **how, **placed
             )
-        except Exception as error:  # of whatever reads the files
+        except Exception as error:  # whatever reads the files may raise any
             raise _not_a_model(model, error) from error
         _check_weights(model, type(loaded).__name__, found, output)
         return (loaded if chosen == "auto" else loaded.to(chosen)).eval(), tokenizer
@@ -59,8 +60,8 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
 def _check_weights(model: str, kind: str, found: dict[str, Any], output: Output) -> None:
     """Refuse weights that the files lack or have in other shapes, which would be random; remark on those without a place."""
     missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
-    # of release 4: a list of keys, or of a key and its two shapes
-    other = sorted(each if isinstance(each, str) else each[0] for each in found["mismatched_keys"])
+    # an entry is a key, or in release 4 a key with its two shapes
+    other = sorted(entry if isinstance(entry, str) else entry[0] for entry in found["mismatched_keys"])
     instead = f"it has {_listed(unexpected)}, which {kind} does not use" if unexpected else ""
     for keys, how in ((missing, "lacks"), (other, "has in another shape")):
         if keys:
@@ -81,7 +82,7 @@ def tokenizer_problem(model: str, config: Any) -> str | None:
     try:
         tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         last, rows = max(tokenizer.get_vocab().values()), int(config.get_text_config().vocab_size)
-    except Exception:  # of whatever reads the files, or a config without a vocabulary
+    except Exception:  # from whatever reads the files, or a config without a vocabulary
         return None
     return None if last < rows else f"the tokenizer has tokens up to {last:,}; the model embeds those below {rows:,}"
 
@@ -121,16 +122,13 @@ def chosen_dtype(dtype: str | None, device: str) -> torch.dtype:
 
 
 def read_text(path: str, output: Output) -> str:
-    """The UTF-8 text of a file, or of stdin for ``-``, with its line ends; an empty one is refused.
-
-    A byte order mark, which would be a token, is left out with a remark.
-    """
+    """The UTF-8 text of a file, or of stdin for ``-``, with its line ends; an empty one is refused."""
     name = "stdin" if path == "-" else path
     try:
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         usage_error(f"cannot read {name}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}", "--prompt")
-    if text.startswith(_BYTE_ORDER_MARK):
+    if text.startswith(_BYTE_ORDER_MARK):  # which would be a token
         text = text.removeprefix(_BYTE_ORDER_MARK)
         output.remark(f"{name} begins with a byte order mark, which is left out")
     if not text.strip():
@@ -139,11 +137,7 @@ def read_text(path: str, output: Output) -> str:
 
 
 def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
-    """The tokens of a text, (1, length).
-
-    Refuses, as errors of ``--prompt``, what the model cannot read: one token, tokens that it does not embed, and more than it has
-    learned positions for.
-    """
+    """The tokens of a text, (1, length); an error of ``--prompt`` if the model cannot read them."""
     from flexmask.integrations.huggingface.compat import learned_positions
 
     ids: Tensor = tokenizer(text, return_tensors="pt")["input_ids"]
@@ -153,7 +147,7 @@ def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
     embeddings: Any = model.get_input_embeddings()
     rows = len(embeddings.weight)
     if int(ids.max()) >= rows:
-        usage_error(f"the tokenizer made token {int(ids.max()):,} of it; the model embeds tokens below {rows:,}", "--prompt")
+        usage_error(f"contains token {int(ids.max()):,}; the model embeds only tokens below {rows:,}", "--prompt")
     longest = learned_positions(model)
     if longest is not None and length > longest:
         usage_error(f"{length:,} tokens exceed the {longest:,} positions that the model has learned", "--prompt")
@@ -177,7 +171,7 @@ def _located(model: str) -> tuple[str, bool, Any]:
         import transformers
     except ImportError as error:
         raise missing_package("transformers", "hf") from error
-    # no second progress bar
+    # the command shows a progress bar of its own
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.add_handler(_REMARKS)
@@ -192,7 +186,7 @@ def _check_on_hub(model: str) -> None:
     try:
         if not isinstance(try_to_load_from_cache(model, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=_HUB_SECONDS)
-    except Exception as error:  # of whatever HTTP library it has
+    except Exception as error:  # from whatever HTTP library it uses
         raise _not_a_model(model, error) from error
 
 

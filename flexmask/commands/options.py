@@ -42,16 +42,13 @@ def missing_package(package: str, extra: str) -> CommandError:
 
 @contextlib.contextmanager
 def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]:
-    """Turn the library's errors about arguments, and unreadable files, into errors about options.
-
-    ``gamma must be in (0, 1]; got 2`` becomes an error of ``--gamma`` if that is in `options`, else of `otherwise`; without one
-    it is raised again.
-    """
+    """Turn the library's errors and unreadable files into errors of an option: one of `options`, else `otherwise` if given."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
         from flexmask.method import UnknownOption
 
+        # messages begin with the argument, as in ``gamma must be in (0, 1]; got 2``
         name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
         option = next((known for known in options if known == f"--{name.replace('_', '-')}"), otherwise)
         if option is None:
@@ -104,10 +101,7 @@ class Common(NamedTuple):
         return by_name
 
     def prefill_settings(self, for_model: bool = True) -> SettingsOverride | None:
-        """The file's settings with the options over them, or the options alone, by name; None: the model's own settings hold.
-
-        Options alone are checked as far as that goes without the settings that the model has saved (`for_model`).
-        """
+        """The file's settings with the options over them, or the options alone, by name; None: the model's own settings hold."""
         chosen = self.given()
         if self.settings is None and not chosen:
             return None
@@ -124,7 +118,7 @@ class Common(NamedTuple):
             try:
                 whole = apply_override(saved, keywords, str(self.settings))
             except UnknownOption:
-                # the model may have saved another method
+                # a model, which is read later, may have saved another method, which has this option
                 if self.settings is None and for_model and "method" not in keywords:
                     return keywords
                 raise

@@ -22,7 +22,7 @@ class Output:
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json
-        # a log or a pipe gets whole lines
+        # lines in a log or a pipe are not folded
         self._out = Console(soft_wrap=True, highlight=False, emoji=False, width=None if sys.stdout.isatty() else _WIDE)
         self._err = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
@@ -38,14 +38,15 @@ class Output:
         if title:
             # rich folds a table's title to its width
             self.line(title)
-        # as Text: no markup
+        # a Text shows markup as it is
         table = Table(box=None, pad_edge=False, header_style="bold")
         for at, name in enumerate(columns):
             values = [row[at] for row in rows if row[at] not in ("", None)]
             right = bool(values) and all(isinstance(cell, (int, float)) or cell.endswith("%") for cell in values)
             table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text("" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x)) for x in row))
+            cells = ("" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)
+            table.add_row(*map(Text, cells))
         self._out.print(table, soft_wrap=False)
 
     def remark(self, text: str) -> None:

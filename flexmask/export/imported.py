@@ -41,7 +41,7 @@ def from_block_map(
     attention_mask
         (batch, kv_len) bool; or integer, nonzero is a token; on any device; default: all are.
     q_offset
-        Position of row 0; default: the last row stands at the last key.
+        Position of row 0; default: the last row is at the last key.
 
     Returns
     -------
@@ -53,7 +53,7 @@ def from_block_map(
     TypeError, ValueError
         For tensors of other types, without values (meta, fake), and shapes that do not fit; for a kept block that no row sees,
         such as one of later positions; for a query block that keeps blocks but not its diagonal.
-        One that keeps nothing is allowed: heads may be served elsewhere.
+        A query block that keeps nothing is allowed: another kernel may compute that head.
 
     Examples
     --------
@@ -62,8 +62,9 @@ def from_block_map(
     >>> from_block_map(kept, 96, 96, block_size=32).sparsity()
     44.44444444444444
     """
-    # NumPy's integers too: a BlockMask takes only ints
-    q_len, kv_len, block_size, window, q_offset = (plain_number(x) for x in (q_len, kv_len, block_size, window, q_offset))
+    # a BlockMask takes only ints, not NumPy's integers
+    numbers = (q_len, kv_len, block_size, window, q_offset)
+    q_len, kv_len, block_size, window, q_offset = map(plain_number, numbers)
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
     _check_values("block_map", block_map, "bool or integers")
     blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
@@ -134,15 +135,15 @@ def from_index_list(
             "indices must be (batch, num_heads, num_q_blocks, entries) and counts their first three sizes; got "
             f"{tuple(indices.shape)} and {tuple(counts.shape)}"
         )
-    # no narrow dtype holds every number that they are compared with
+    # a narrow dtype may not hold the numbers that these are compared with
     indices, counts = indices.long(), counts.long()
     num_kv_blocks, entries = num_blocks(kv_len, block_size), indices.shape[-1]
     wrong = (counts < 0) | (counts > entries)
-    _refuse_first(wrong, f"has in counts for query block {{2}} of head {{1}}, prompt {{0}}, a number outside 0 to {entries}")
+    _refuse_first(wrong, f"has a count outside 0 to {entries} for query block {{2}} of head {{1}}, prompt {{0}}")
     counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
     outside = counted & ((indices < 0) | (indices >= num_kv_blocks))
     where = "as entry {3} for query block {2} of head {1}, prompt {0}"
-    _refuse_first(outside, f"lists, {where}, a key block outside 0 to {num_kv_blocks - 1}")
+    _refuse_first(outside, f"lists a key block outside 0 to {num_kv_blocks - 1} {where}")
     column = torch.where(counted, indices, num_kv_blocks)
     times = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.int32, device=indices.device)
     times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :num_kv_blocks]

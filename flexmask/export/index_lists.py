@@ -57,7 +57,7 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
 
     The block that cuts the diagonal is the last of its row (the last two, where a chunk does not begin at a block); see
     `to_block_map` for what the kernel must apply inside. Reads no value on the host, so lists have room for every block; cut them
-    at ``counts.max()`` if the kernel takes short ones.
+    at ``counts.max()`` if the kernel accepts short ones.
 
     Parameters
     ----------
@@ -96,12 +96,6 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     counts, indices = ascending_indices(blocks_of(mask)[0])
     entry = torch.arange(indices.shape[-1], device=indices.device)
     return torch.where(entry < counts.unsqueeze(-1), indices, int(fill)), counts
-
-
-def check_index(name: str, value: int, length: int) -> None:
-    check_int(name, value)
-    if not 0 <= value < length:
-        raise ValueError(f"{name} must be from 0 to {length - 1}; got {value}")
 
 
 def blocks_of(mask: BlockMask) -> tuple[Tensor, Tensor]:

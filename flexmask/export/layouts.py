@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexmask.base.checks import plain_number
+from flexmask.base.checks import check_int, plain_number
 from flexmask.base.option_checks import check_count
 from flexmask.base.selection import ascending_indices
-from flexmask.export.index_lists import blocks_of, check_index, num_kv_blocks, require_parts
+from flexmask.export.index_lists import blocks_of, num_kv_blocks, require_parts
 
 
 class BsrBlocks(NamedTuple):
@@ -24,30 +24,30 @@ class BsrBlocks(NamedTuple):
     block_size: int
 
 
-def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = False) -> BsrBlocks:
+def to_bsr(mask: BlockMask, *, head: int = 0, batch_index: int = 0, with_pairs: bool = False) -> BsrBlocks:
     """One head's blocks as BSR. The number of entries is a shape, so this reads it on the host.
 
-    FlashInfer takes one matrix for all heads: pass a mask of one head (of a method that shares its blocks), or plan per head.
+    FlashInfer reads one matrix for all heads: pass a mask of one head (of a method that shares its blocks), or plan per head.
 
     Parameters
     ----------
     mask
         A BlockMask; with `with_pairs` one that flexmask made.
-    head, row
-        Which head and which prompt; 0 where all share.
+    head, batch_index
+        Which head and which prompt of the batch; 0 where all share.
     with_pairs
         Add the pairs that are seen inside each block, by the mask_mod: causality, windows and padding. 16 KB per block of 128.
 
     Returns
     -------
     BsrBlocks
-        On the mask's device. FlashInfer's ``causal=True`` serves the block that cuts the diagonal, the last of its row, where row
-        0 stands at a multiple of the block size, as in whole prompts.
+        On the mask's device. FlashInfer's ``causal=True`` is right inside the block that cuts the diagonal, the last of its row,
+        if row 0 is at a multiple of the block size, as in whole prompts.
 
     Raises
     ------
     NotImplementedError, TypeError, ValueError
-        With `with_pairs`, for masks that flexmask did not make; for anything but a BlockMask; for a head or row that it lacks.
+        With `with_pairs`, for masks that flexmask did not make; for anything but a BlockMask; for a head or prompt that it lacks.
 
     Examples
     --------
@@ -59,13 +59,13 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
     (tensor([0, 1, 3], dtype=torch.int32), tensor([0, 0, 1], dtype=torch.int32))
     """
     kept, _ = blocks_of(mask)
-    check_index("row", row, kept.shape[0])
-    check_index("head", head, kept.shape[1])
+    _check_index("batch_index", batch_index, kept.shape[0])
+    _check_index("head", head, kept.shape[1])
     if mask.BLOCK_SIZE[0] != mask.BLOCK_SIZE[1]:
         raise ValueError(f"mask must have square blocks; got {mask.BLOCK_SIZE}")
     if with_pairs:
         q_len, kv_len = require_parts(mask, "with_pairs").lengths
-    kept, size = kept[row, head], mask.BLOCK_SIZE[0]
+    kept, size = kept[batch_index, head], mask.BLOCK_SIZE[0]
     counts = kept.sum(-1, dtype=torch.int32)
     indptr = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     q_block, kv_block = kept.nonzero(as_tuple=True)
@@ -75,9 +75,9 @@ def to_bsr(mask: BlockMask, *, head: int = 0, row: int = 0, with_pairs: bool = F
         q_idx = (q_block[:, None] * size + within)[:, :, None].expand(-1, -1, size)
         kv_idx = (kv_block[:, None] * size + within)[:, None, :].expand(-1, size, -1)
         exists = (q_idx < q_len) & (kv_idx < kv_len)
-        # rows and keys past the end index nothing
+        # a mask_mod cannot be called for rows and keys past the end
         inside = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
-        prompt, of_head = (torch.full_like(q_idx, number) for number in (row, head))
+        prompt, of_head = (torch.full_like(q_idx, number) for number in (batch_index, head))
         pairs = mask.mask_mod(prompt, of_head, *inside) & exists
     return BsrBlocks(indptr, kv_block.to(torch.int32), pairs, (kept.shape[0] * size, kept.shape[1] * size), size)
 
@@ -137,7 +137,7 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
     if columns % tile:
         raise ValueError(f"kv_tile must divide the mask's block size {columns}; got {kv_tile!r}")
     if tile != columns:
-        # the last block may end in the middle
+        # the last block may hold fewer tiles
         existing = num_kv_blocks(mask, tile)
         kept, full = (x.repeat_interleave(columns // tile, -1)[..., :existing] for x in (kept, full))
     return FlashBlocks(*ascending_indices(kept & ~full), *ascending_indices(full), (rows, tile))
@@ -152,7 +152,9 @@ class FlashInferBlocks(NamedTuple):
     causal: bool
 
 
-def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None, merge_heads: bool = False) -> FlashInferBlocks:
+def to_flashinfer(
+    mask: BlockMask, num_kv_heads: int, *, batch_index: int | None = None, merge_heads: bool = False
+) -> FlashInferBlocks:
     """Blocks for FlashInfer's variable block-sparse prefill, whose kernel applies causality inside a block and nothing else.
 
     ``causal=True`` lets row t of r rows see all but the last ``r - 1 - t`` of the keys that its block keeps. That is causality
@@ -166,9 +168,9 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     mask
         A BlockMask as flexmask's methods and `from_block_map` give it, unchanged.
     num_kv_heads
-        Heads of key and value. A mask of fewer heads, 1, serves all.
-    row
-        Row of the batch; may be left out where the mask has one.
+        Heads of key and value. A mask of one head holds for all.
+    batch_index
+        Which prompt of the batch; may be left out if the mask has one.
     merge_heads
         Keep, for all query heads of a KV head, the blocks that one of them keeps: more is computed, nothing is lost. Without,
         repeat key and value for every query head and pass their number as `num_kv_heads`.
@@ -198,14 +200,15 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
     for name, hides in (("window", window), ("padding", attention_mask), ("mask_mod", selection.mask_mod)):
         if hides is not None:
             raise NotImplementedError(f"{target} knows causality only inside a block; the mask has {name}")
-    if row is None and kept.shape[0] != 1:
-        raise ValueError(f"row must say which of the mask's {kept.shape[0]} prompts to plan: FlashInfer plans one; got None")
-    row = 0 if row is None else row
-    check_index("row", row, kept.shape[0])
-    kept = _by_kv_head(kept[row], num_kv_heads, merge_heads)
-    size, device, offset = selection.block_size, kept.device, 0 if offsets is None else int(offsets[row])
+    if batch_index is None and kept.shape[0] != 1:
+        prompts = f"which of the mask's {kept.shape[0]} prompts to plan"
+        raise ValueError(f"batch_index must say {prompts}: FlashInfer plans one; got None")
+    batch_index = 0 if batch_index is None else batch_index
+    _check_index("batch_index", batch_index, kept.shape[0])
+    kept = _by_kv_head(kept[batch_index], num_kv_heads, merge_heads)
+    size, device, offset = selection.block_size, kept.device, 0 if offsets is None else int(offsets[batch_index])
 
-    # on the host, whatever the default device
+    # on the host, whatever the default device is
     first_rows = offset + torch.arange(kept.shape[1], device="cpu") * size
     ends = (first_rows + size).clamp(max=offset + q_len)
     starts = torch.cat([torch.arange(0, kv_len, size, device="cpu"), first_rows, ends])
@@ -224,6 +227,12 @@ def to_flashinfer(mask: BlockMask, num_kv_heads: int, *, row: int | None = None,
         )
     sizes, rows = (x.to(device, torch.int32).expand(num_kv_heads, -1).contiguous() for x in (sizes, ends - first_rows))
     return FlashInferBlocks(block_map.contiguous(), rows, sizes, True)
+
+
+def _check_index(name: str, value: int, length: int) -> None:
+    check_int(name, value)
+    if not 0 <= value < length:
+        raise ValueError(f"{name} must be from 0 to {length - 1}; got {value}")
 
 
 def _by_kv_head(kept: Tensor, num_kv_heads: int, merge_heads: bool) -> Tensor:

@@ -1,8 +1,4 @@
-"""The attention function of transformers: checks a call's arguments, mask and tensors, and serves it.
-
-Decoding runs dense. Other calls run through `attention` -> `serve` -> `_layer_call` -> `LayerCall.output` (call.py) ->
-`Plan.attend` (flexmask/plans.py). A compiled forward reaches `serve` through `serve_operator`.
-"""
+"""The attention function for transformers: checks a call's arguments, mask and tensors, and runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from flexmask._torch import is_traced
 from flexmask.base.checks import HEAD_DIMS
 from flexmask.base.inputs import AttentionInputs, attention_inputs, without_autocast
 from flexmask.flex.dense import attention_to_visible, dense_attention
-from flexmask.integrations.huggingface.call import serve
+from flexmask.integrations.huggingface.call import layer_attention
 from flexmask.integrations.huggingface.compat import EAGER, MODELS_MAKE_4D_MASKS, SDPA, refusal
 from flexmask.integrations.huggingface.mask import GeometryMask
 from flexmask.integrations.huggingface.packed import Segments
@@ -26,10 +22,10 @@ from flexmask.integrations.huggingface.scope import restore_attention_name
 
 _UNPACK = "one prompt per batch row, or pass use_cache=False and no attention_mask"
 _UNPACK_OR_BOUNDS = f"{_UNPACK}; GPT-OSS and AFMoE need cu_seq_lens_q and cu_seq_lens_k without position_ids"
-# Arguments that change attention, and the alternatives. Others come from the model's forward pass (labels, lengths, flags).
+# arguments that change attention, and what to use instead; all others are the model's own (labels, lengths, flags)
 _REFUSED = {
     **dict.fromkeys(("position_bias", "attention_bias", "alibi", "head_mask", "output_attentions", "sinks"), EAGER),
-    # the last three: continuous batching, with a paged cache
+    # the last three belong to continuous batching, which has a paged cache
     **dict.fromkeys(("block_indices", "indices", "block_table", "read_index", "write_index"), SDPA),
     "prefill_chunk_size": "model.generate, which cuts the prompt",
 }
@@ -64,7 +60,7 @@ def attention(
         mask = _checked_mask(module, is_causal, attention_mask, query, key)
         segments = _checked_segments(mask, query, kwargs)
         inputs = _checked_inputs(query, key, value, mask, score_arguments)
-        return serve(module, inputs, mask.seq_len, mask, segments), None
+        return layer_attention(module, inputs, mask.seq_len, mask, segments), None
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise refusal("a 4-D attention_mask of numbers", "one of booleans, True = visible")
     inputs = _checked_inputs(query, key, value, None, score_arguments)
@@ -97,10 +93,7 @@ def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
 def _checked_inputs(
     query: Tensor, key: Tensor, value: Tensor, mask: GeometryMask | None, score_arguments: dict[str, Any]
 ) -> AttentionInputs:
-    """Check the tensors and build the inputs. Head sizes that no mask supports are allowed, because such layers run dense.
-
-    `mask` is None for a decoding step.
-    """
+    """Check the tensors and build the inputs; head sizes that no mask supports run dense, and a decoding step has no mask."""
     arguments = dict(score_arguments)
     if mask is not None:
         at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
@@ -108,11 +101,11 @@ def _checked_inputs(
     if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
         return attention_inputs(query, key, value, **arguments)
     # check everything else on a supported head size, gradients included
-    stand_ins = [x[..., :1].expand(*x.shape[:3], HEAD_DIMS[0]) for x in (query, key, value)]
+    stand_ins = [tensor[..., :1].expand(*tensor.shape[:3], HEAD_DIMS[0]) for tensor in (query, key, value)]
     checked = attention_inputs(*stand_ins, **arguments)
     scale = query.shape[3] ** -0.5 if score_arguments["scale"] is None else checked.scale
-    # autocast may be on
-    query, key, value = (x.to(checked.query.dtype) for x in (query, key, value))
+    # `attention_inputs` casts to this dtype under autocast
+    query, key, value = (tensor.to(checked.query.dtype) for tensor in (query, key, value))
     return checked.with_fields(query=query, key=key, value=value, scale=scale)
 
 
@@ -121,7 +114,7 @@ def _checked_mask(
 ) -> GeometryMask:
     """The `GeometryMask` of a call of more than one row; refuses other masks, and attention that is not causal."""
     causal = getattr(module, "is_causal", True)
-    # a `GeometryMask` holds its own refusal: some modules (GPT-2) pass False with any mask
+    # a `GeometryMask` carries its own refusal, and some modules (GPT-2) pass False with any mask
     if is_causal is not None and not isinstance(mask, GeometryMask):
         causal = is_causal
     if not causal:

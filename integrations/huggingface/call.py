@@ -27,17 +27,14 @@ from flexmask.settings import PrefillSettings, fitted_to_heads
 from flexmask.stats import STATISTICS, dense_stats
 
 
-def serve(
+def layer_attention(
     module: nn.Module, inputs: AttentionInputs, seq_len: int, mask: GeometryMask | None = None, segments: Segments | None = None
 ) -> Tensor:
-    """Attention of one layer's call, or of a pack of `segments`, (batch, q_len, num_heads, v_head_dim).
-
-    Calls of one `mask` share plans.
-    """
+    """Attention of a call or pack of `segments`, (batch, q_len, num_heads, v_head_dim); calls of one `mask` share plans."""
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not support torch.export; use torch.compile")
-        # the operator finds modules that are remembered, as an open scope's are
+        # the operator finds a module by its id if it was remembered, as those of an open scope are
         if MODULES_ARE_CONSTANTS:
             remember(module)
         if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
@@ -45,7 +42,7 @@ def serve(
         # field by field: torch.compile (2.8) cannot slice a NamedTuple
         tensors = (inputs.query, inputs.key, inputs.value)
         scores_and_geometry = (inputs.scale, inputs.softcap, inputs.window, inputs.attention_mask, inputs.offset, inputs.sinks)
-        return serve_operator(*tensors, *scores_and_geometry, seq_len, id(module))
+        return layer_attention_operator(*tensors, *scores_and_geometry, seq_len, id(module))
     with without_autocast(inputs.query.device):
         forward_pass = None if mask is None else mask.forward_pass
         plans = None if forward_pass is None else forward_pass.plans.setdefault(mask, {})
@@ -55,7 +52,7 @@ def serve(
 
 
 def _layer_call(module: nn.Module, inputs: AttentionInputs, seq_len: int, forward_pass: ForwardPass | None) -> LayerCall:
-    """A module's call under the settings of the scope that serves it, else of the process or the config."""
+    """A module's call under the settings of its open scope, else of the process or the config."""
     scope = scope_of(module) if forward_pass is None else forward_pass.scope(module)
     num_heads = inputs.query.shape[1]
     if scope is not None:
@@ -68,7 +65,7 @@ def _layer_call(module: nn.Module, inputs: AttentionInputs, seq_len: int, forwar
         return LayerCall(inputs, seq_len, forward_pass, layer, settings, method, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layer = -1 if index is None else index
-    # a block's name without a block: an interrupt or a copied config left it, and a compiled forward does not restore it
+    # an interrupt or a copied config left a block's name without a block, and a compiled forward does not restore the name
     settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
     method = _local_method(settings.layer_method(layer), module, num_heads)
     return LayerCall(inputs, seq_len, forward_pass, layer, settings, method, run)
@@ -90,7 +87,7 @@ class LayerCall(NamedTuple):
     settings: PrefillSettings
     method: Method  # of this process's heads
     run: PrefillRun | None = None
-    probe: Callable[[LayerCall], Tensor] | None = None  # serves the call
+    probe: Callable[[LayerCall], Tensor] | None = None  # runs the call instead
     sequence: int = 0  # in a pack
     plans: Plans | None = None  # of the layers under its mask
 
@@ -119,12 +116,13 @@ class LayerCall(NamedTuple):
         """The plan for this call, shared by layers with equal settings and shapes."""
         inputs, settings = self.inputs, self.settings
         special = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
-        shapes = [(x.shape, x.dtype, x.device) for x in (inputs.query, inputs.key, inputs.value) if x is not None]
+        tensors = (inputs.query, inputs.key, inputs.value)
+        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors if tensor is not None]
         numbers = (inputs.scale, inputs.softcap, inputs.window, inputs.prompt_len, inputs.sinks is None, inputs.needs_grad)
         kind = (id(settings), special, self.sequence, *shapes, *numbers)
         plans = {} if self.plans is None else self.plans
         if kind not in plans:
-            # the settings too: another object could take their id
+            # with the settings, as another object could get their id
             plans[kind] = self._new_plan().without_tensors(), settings
         return plans[kind][0]
 
@@ -136,7 +134,7 @@ class LayerCall(NamedTuple):
         return plan_call(self.inputs, self.method.for_inputs(self.inputs), call_options, layer=self.layer)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
-        """As `output`, for a pack of sequences, which stand one after another in the batch rows."""
+        """As `output`, for a pack of sequences, which follow one another in the batch rows."""
         batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs.with_fields(prompt_len=None))
         calls = [
             self._replace(inputs=segment.slice_inputs(whole), seq_len=segment.kv_len, sequence=sequence)
@@ -169,7 +167,7 @@ def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
     if inputs.query.shape[0] == 1:
         return inputs
     tensors = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    rows = {name: x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, x in tensors.items() if x is not None}
+    rows = {name: tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0) for name, tensor in tensors.items() if tensor is not None}
     return inputs.with_fields(**rows)
 
 
@@ -198,7 +196,7 @@ def _rank(module: nn.Module, processes: int) -> int | None:
     return None
 
 
-_outside_the_graph = torch.compiler.disable(serve)
+_outside_the_graph = torch.compiler.disable(layer_attention)
 # a captured graph would skip the Python that makes masks and statistics
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
 
@@ -210,13 +208,13 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
     "Tensor? offset, Tensor? sinks, SymInt seq_len, int module) -> Tensor",
     **_TAGS,
 )
-def serve_operator(*arguments: Any) -> Tensor:
-    """`serve` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
+def layer_attention_operator(*arguments: Any) -> Tensor:
+    """`layer_attention` as an opaque operator: a model's open scopes change between calls of its compiled forward."""
     *inputs, seq_len, module = arguments
-    return serve(module_of(module), AttentionInputs(*inputs), seq_len)
+    return layer_attention(module_of(module), AttentionInputs(*inputs), seq_len)
 
 
-@serve_operator.register_fake
+@layer_attention_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     batch, num_heads, q_len, _ = query.shape
     return query.new_empty((batch, q_len, num_heads, value.shape[3]))

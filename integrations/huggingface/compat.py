@@ -81,7 +81,7 @@ def heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
     heads = {}
     for _, module in text_modules(model):
         layer = getattr(module, "layer_idx", None)
-        # other mixers have heads of their own, and are not causal
+        # other mixers have heads too, but no is_causal
         if isinstance(layer, int) and isinstance(getattr(module, "is_causal", None), bool):
             num_heads = next((n for name in _HEADS if isinstance(n := getattr(module, name, None), int)), None)
             if num_heads is not None:
@@ -106,8 +106,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
     """The device of a model's inputs: that of its embeddings, also while accelerate keeps their weights elsewhere."""
     embeddings = model.get_input_embeddings()
     hook = getattr(embeddings, "_hf_hook", None)
-    for each in (hook, *getattr(hook, "hooks", ())):
-        device = getattr(each, "execution_device", None)
+    for part in (hook, *getattr(hook, "hooks", ())):
+        device = getattr(part, "execution_device", None)
         if device is not None:
             return torch.device(device)
     weight = next(embeddings.parameters(), None)

@@ -43,14 +43,14 @@ class _Exit:
     """
 
     def __init__(self, manager: sparse_prefill | None) -> None:
-        self.manager = manager  # None: looked up on the class, and the call gets it
+        self.manager = manager  # None if looked up on the class; the call then gets it
         self.scope: Scope | None = None
 
     def __call__(self, *given: Any) -> None:
         manager, _, error, _ = given if self.manager is None else (self.manager, *given)
         scope = self.scope
         if scope is None:
-            # by hand: the latest of this thread or task, or one handed over to it
+            # entered by hand: leave the latest scope of this thread or task, or one handed over to it
             scope = latest_scope(manager._by_hand)
             manager._by_hand.remove(scope)
         scope.close()
@@ -66,15 +66,15 @@ class _ExitOfEachBlock:
         return leave
 
 
-# of the current thread or task; weak, or it would hold the scope
+# of the current thread or task; a weak reference, which does not keep the scope open
 _LATEST_EXIT: ContextVar[Callable[[], _Exit | None]] = ContextVar("flexmask_latest_exit", default=lambda: None)
 
 
 class sparse_prefill(ContextDecorator):
     """Run a model's prefill sparse inside a ``with`` block; outside the model runs its own attention, also after an error.
 
-    Calls `register`; the registered names stay. Only the text model is served, which has ``config.get_text_config()``;
-    encoders of images and sounds are not. An object can be entered again, also while it is open; each time gives a new run.
+    Calls `register`; the registered names stay. Only the text model, whose config is ``config.get_text_config()``, runs sparse;
+    encoders of images and sounds do not. An object can be entered again, also while it is open; each time gives a new run.
 
     Blocks on one model may nest or overlap, across threads and asyncio tasks. A call uses the block that its thread or task
     entered last, else the one entered last of all. The model's config holds the name of the block's attention while one is open,
@@ -151,7 +151,7 @@ class sparse_prefill(ContextDecorator):
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
         self._collects = (collect_stats, collect_masks, max_calls)
-        self._by_hand: list[Scope] = []  # held here, as no exit holds them
+        self._by_hand: list[Scope] = []  # scopes without an exit that would hold them
         try:
             PrefillRun(model_settings(self._model, **self._options), *self._collects)
         except UnknownOption as error:
@@ -163,7 +163,7 @@ class sparse_prefill(ContextDecorator):
         run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
         scope = Scope(self._model, run, prompt_len=self._prompt_len)
         if leave is not None and leave.scope is None and leave.manager in (None, self):
-            # first: an exit serves one entry, also one that fails, whose traceback may keep it
+            # first, because an exit belongs to one entry, even to one that fails, whose traceback may keep the exit
             leave.scope = scope
             _open(scope)
         else:
@@ -176,7 +176,7 @@ class sparse_prefill(ContextDecorator):
 
 @contextmanager
 def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[LayerCall], Tensor] | None = None) -> Iterator[Scope]:
-    """Open a scope that records in `run`; `probe` serves its prefill calls."""
+    """Open a scope that records in `run`; `probe` runs its prefill calls instead."""
     register()
     scope = Scope(model, run, probe)
     _open(scope)

@@ -1,7 +1,4 @@
-"""Predicts per layer whether a prompt would run sparse, from the model's config only.
-
-The forward reads a few tokens on the meta device; attention gets the full prompt length, expanded from one number.
-"""
+"""Predicts per layer whether a prompt would run sparse, from the model's config only."""
 
 from __future__ import annotations
 
@@ -28,7 +25,9 @@ from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexmask_layer_forecast"
-_READ = 256  # tokens that the forward reads; enough for models that add a key per group of tokens
+# tokens that the forward reads on the meta device, enough for models that add a key per group of tokens; attention gets tensors
+# of the full length, expanded from one number
+_READ = 256
 
 
 class LayerForecast(NamedTuple):
@@ -83,7 +82,7 @@ def layer_forecast(
         raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    # kernels for experts take no other dtype
+    # kernels for experts support no other dtype
     model = model.eval().to(torch.bfloat16)
     num_layers = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method=method, settings=settings, **options), collect_stats=False)
@@ -103,7 +102,7 @@ def layer_forecast(
         line = one_line(error)
         if not _is_refusal(error):
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
-        # the model's code reads more of the mask than it holds
+        # the model's own code read more of its mask than a `GeometryMask` has, which ended the forward
         forecasts |= {layer: LayerForecast(layer, REFUSED, line) for layer in range(num_layers) if layer not in forecasts}
     kinds = getattr(text_config(model), "layer_types", None) or ()
     for layer in range(num_layers):
@@ -136,7 +135,7 @@ def _attention(
     scope = scope_of(module)
     assert scope is not None and isinstance(scope.probe, _Forecaster)
     forecaster, mask = scope.probe, attention_mask
-    shapes: list[tuple[int, ...]] = [x.shape for x in (query, key, value)]
+    shapes: list[tuple[int, ...]] = [tensor.shape for tensor in (query, key, value)]
     if isinstance(mask, GeometryMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
         tokens = forecaster.tokens
         shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]

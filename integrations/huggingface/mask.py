@@ -40,7 +40,7 @@ class ForwardPass:
         return ForwardPass, ()
 
     def scope(self, module: nn.Module) -> Scope | None:
-        """The scope that served the first layer; also returned when backward recomputes checkpointed layers."""
+        """The first layer's scope; also returned when backward recomputes checkpointed layers."""
         if not self._served:
             scope = scope_of(module)
             self._served, self._scope = True, None if scope is None else ref(scope)
@@ -84,7 +84,7 @@ class GeometryMask(BlockMask):
         self.segments = segments  # packed sequences, in tokens of all batch rows concatenated
         # shared by all layers, also under slices of this mask
         self.packed, self.bounds = PackedCheck(), GivenBounds()
-        # another object would recompile at every call
+        # inside torch.compile a new object in each call would recompile each time
         self.forward_pass = None if is_traced() else ForwardPass()
 
     @property
@@ -107,7 +107,7 @@ class GeometryMask(BlockMask):
     def to(self, device: torch.device | str, *args: Any, **kwargs: Any) -> GeometryMask:
         offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
-        # the layers' plans are kept with this object
+        # the same object if nothing changes: `ForwardPass` keeps plans by mask
         return self if offset is self.offset and mask is self.attention_mask else self._with(self._shape, offset, mask)
 
     def __getitem__(self, index: Any) -> GeometryMask:
@@ -200,13 +200,13 @@ def geometry_mask(
         if attention_mask.shape[1] < expected[1]:
             raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
-    # as many rows as keys: the first row stands at the first key
+    # with as many rows as keys, the first row is at the first key
     offset = 0 if q_len == kv_length else _int_if_known(first - kv_offset)
     is_known, window, ids = classify_mask_function(mask_function, local_size)
     if not is_known or (ids is not None and is_traced()):
         return GeometryMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
     if ids is not None:
-        # without a cache and without padding
+        # packed sequences come without a cache and without padding
         return GeometryMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)
     seq_len = None
     if not isinstance(offset, int) and attention_mask is not None and isinstance(kv_offset, int):

@@ -21,7 +21,7 @@ from flexmask.settings import (
     saved_settings,
 )
 
-_process_override: SettingsOverride = {}  # from `register`, over the models' configs
+_process_override: SettingsOverride = {}  # what `register` got, which overrides the models' configs
 
 
 def set_process_settings(named: SettingsOverride) -> None:

@@ -16,7 +16,7 @@ Segments = tuple[Segment, ...]
 
 def segments_of_ids(ids: Tensor, batch: int) -> Segments | None:
     """The sequences of a concatenated batch by (batch or 1, q_len) integer ids; None if each row is one. Waits for the device."""
-    if is_fake(ids):  # the shapes are the same
+    if is_fake(ids):  # shapes do not depend on the sequences
         return None
     length = ids.shape[1]
     changes = (ids[:, 1:] != ids[:, :-1]).cpu().expand(batch, -1).nonzero().tolist()
@@ -38,7 +38,7 @@ class GivenBounds:
             try:
                 segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
             except (TypeError, ValueError) as error:
-                # transformers' names
+                # as transformers spells them
                 raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_lens_")) from None
             self._read = (cu_seq_lens_q, cu_seq_lens_k, segments)
         return self._read[2]
@@ -67,7 +67,7 @@ class PackedCheck:
 
 
 def _starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
-    """0-d bool: some token stands before its predecessor, or both stand at 0. Ignores padding, whose positions are arbitrary."""
+    """0-d bool: some position is below its predecessor, or both are 0. Ignores padding, whose positions are arbitrary."""
     left, right = position_ids[:, :-1], position_ids[:, 1:]
     again = (right < left) | ((right == 0) & (left == 0))
     if attention_mask is not None:

@@ -1,7 +1,4 @@
-"""Registers flexmask in transformers as ``"flexmask"``, and under the names that blocks write into configs.
-
-A forward calls `mask_for_transformers` (mask.py) for its kinds of layers, then each layer calls `attention` (attention.py).
-"""
+"""Registers flexmask in transformers as ``"flexmask"``, and under the names that blocks write into configs."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def switch_attention(model: PreTrainedModel) -> None:
 
 def register_name(name: str) -> None:
     """Register flexmask in transformers under this name."""
-    # masks before attention, which would get no mask otherwise
+    # the mask function first: attention whose name has none would get no mask
     AttentionMaskInterface.register(name, mask_for_transformers)
     AttentionInterface.register(name, attention)
     # the objects in which models look up names, and where other libraries put wrappers
@@ -98,15 +95,13 @@ def register_name(name: str) -> None:
 
 
 class NoteForward:
-    """A forward hook of a block, which notes a prefill that was not compiled.
-
-    Models are copied and pickled with their hooks. A copy registers the block's name, which its config has, in its process.
-    """
+    """A forward hook of a block, which notes a prefill that was not compiled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # a model is pickled with its hooks and with the block's name in its config, which another process does not know
         vars(self).update(state)
         register_name(self.name)
 
@@ -124,7 +119,7 @@ class NoteForward:
 
 def _warn_of_wrappers() -> None:
     """Warn if other libraries replaced transformers' own functions, as kvpress does for AdaKV."""
-    functions = [each.get(name) for each in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for name in _WRAPPED]
+    functions = [table.get(name) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for name in _WRAPPED]
     homes = {_home(function) for function in functions if function is not None}
     others = sorted(home for home in homes if home.partition(".")[0] not in ("transformers", "flexmask"))
     if others:

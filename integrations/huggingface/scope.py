@@ -1,9 +1,4 @@
-"""The open `sparse_prefill` blocks, and which of them serves a call.
-
-transformers selects attention by the name in a model's config. Opening a block replaces that name with one that encodes the
-original. Cleanup is not required for correctness: once no scope is open, the next forward restores the original name
-(`restore_attention_name`), and a compiled forward runs dense.
-"""
+"""The open `sparse_prefill` blocks, and which of them a call belongs to."""
 
 from __future__ import annotations
 
@@ -24,6 +19,8 @@ from flexmask.locking import locked
 from flexmask.method import Method
 
 LOCK = threading.RLock()  # held while scopes open and close
+# An open block replaces the attention's name in the model's config by this prefix and the encoded name. Nothing depends on
+# clean-up: once no scope is open, the next forward restores the name, and a compiled forward runs dense
 _PREFIX = f"{NAME}:"
 
 
@@ -34,17 +31,17 @@ class Scope:
         self, model: PreTrainedModel, run: PrefillRun, probe: Callable[..., Tensor] | None = None, prompt_len: int | None = None
     ) -> None:
         self.model, self.run = model, run
-        self.probe = probe  # serves every prefill call
+        self.probe = probe  # runs every prefill call instead
         self.prompt_len = prompt_len  # tokens, of prompts in chunks
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
-        # by module, weakly: torch.nn.DataParallel makes new ones in each forward
-        self.methods: MutableMapping[nn.Module, Method] = weakref.WeakKeyDictionary()  # of this process's heads
+        # weak keys, because torch.nn.DataParallel makes new modules in each forward
+        self.methods: MutableMapping[nn.Module, Method] = weakref.WeakKeyDictionary()  # for this process's heads
         self._layers: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
 
     @locked(LOCK)
     def open(self, note: Callable[..., None]) -> None:
-        """Serve the model's calls, in this thread or task before other scopes; `note` is a forward hook."""
+        """Take over the model's calls, in this thread or task before other scopes do; `note` is a forward hook."""
         opened = ref(self)
         for part in (self.config, *self.model.modules()):
             entry = entry_of(part)
@@ -56,7 +53,7 @@ class Scope:
 
     @locked(LOCK)
     def close(self) -> None:
-        """Stop serving calls; the model's own attention returns unless another scope is open."""
+        """Release the model's calls; its own attention returns unless another scope is open."""
         self.closed = True
         self._unhook()
         restore_attention_name(self.config)
@@ -72,7 +69,7 @@ _OPENED_HERE: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_h
 
 
 class _Entry:
-    """Facts about a config or module: the scopes that serve it, and of a config what `model_config` keeps."""
+    """Facts about a config or module: its scopes, and of a config what `model_config` keeps."""
 
     def __init__(self, part: Any) -> None:
         part_id, drop = id(part), _ENTRIES.pop
@@ -99,7 +96,7 @@ def open_scopes(part: Any) -> list[Scope]:
 
 
 def scope_of(module: nn.Module) -> Scope | None:
-    """The open scope that serves a call of a module: of a model that contains it, else of one with its config."""
+    """The open scope that a module's call belongs to: of a model that contains the module, else of one with its config."""
     # torch.nn.DataParallel calls copies of modules
     scopes = open_scopes(module) or open_scopes(getattr(module, "config", None))
     return latest_scope(scopes) if scopes else None
@@ -118,7 +115,7 @@ def module_of(module_id: int) -> nn.Module:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no types for it
 def remember(module: nn.Module) -> None:
-    """Enter a module for `module_of`, while torch.compile traces; before 2.13 torch passes no modules to such functions."""
+    """Enter a module for `module_of` while torch.compile traces; torch before 2.13 passes no modules to such functions."""
     entry_of(module)
 
 
@@ -136,10 +133,7 @@ def is_scoped(config: Any) -> bool:
 
 @locked(LOCK)
 def restore_attention_name(config: Any) -> bool:
-    """If no scope is open, write the name of the model's own attention back into its config.
-
-    Returns True if the config was changed.
-    """
+    """Write the name of the model's own attention back into its config if no scope is open; True if that changed the config."""
     if not is_scoped(config) or open_scopes(config):
         return False
     # the property would set the name of all parts, where other scopes may be open

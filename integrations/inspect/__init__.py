@@ -1,4 +1,4 @@
-"""Inspects one prompt's prefill: statistics per head, and the share of the true attention that its masks hold."""
+"""Inspects one prompt's prefill: statistics per head, and the coverage of its masks."""
 
 from __future__ import annotations
 
@@ -52,19 +52,22 @@ class Inspection:
 
     run: PrefillRun  # statistics
     heads: tuple[ShownHead, ...]
-    # coverage by sparse layer and quarter of the prompt: share of eight rows' true attention in kept blocks, mean over heads
-    held: dict[int, tuple[float, ...]]
+    # by sparse layer, for each quarter of the prompt: share of eight rows' true attention in kept blocks, mean over heads
+    coverage_by_quarter: dict[int, tuple[float, ...]]
     about: dict[str, Any]  # names and versions
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
-        shown = [{"layer": x.layer, "head": x.head, "why": x.why, "attention_kept": x.attention_kept} for x in self.heads]
+        shown = [
+            {"layer": head.layer, "head": head.head, "why": head.why, "attention_kept": head.attention_kept}
+            for head in self.heads
+        ]
         figures = {
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.run.summary().to_dict(),
             "shown": shown,
-            "held": {str(layer): shares for layer, shares in self.held.items()},
+            "coverage_by_quarter": {str(layer): shares for layer, shares in self.coverage_by_quarter.items()},
             "rows": self.run.rows(),
         }
         return finite(figures)
@@ -127,8 +130,8 @@ def inspect_prefill(
     _check_in_one_process(inner)
     device = input_device(inner)
 
-    def prefill(run: PrefillRun, serve: Callable[[LayerCall], Tensor]) -> None:
-        with opened(inner, run, serve), torch.no_grad():
+    def prefill(run: PrefillRun, run_call: Callable[[LayerCall], Tensor]) -> None:
+        with opened(inner, run, run_call), torch.no_grad():
             inner.base_model(input_ids=ids.to(device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)
@@ -155,10 +158,7 @@ def inspect_prefill(
 def shown_heads(
     rows: Mapping[tuple[int, int], Mapping[str, Any]], named: Sequence[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], str]:
-    """The heads to show and why: those `named`, else some by density and coverage; none if every head ran dense.
-
-    Heads are pairs of layer and head. `rows` are those of one prefill, by head.
-    """
+    """The heads to show, (layer, head), and why: those `named`, else some by density and coverage; none if all ran dense."""
     sparse = [head for head, row in rows.items() if row["pattern"] != "dense"]
     if named is not None:
         for pair in named:
@@ -166,10 +166,11 @@ def shown_heads(
                 raise ValueError(f"heads must be pairs of a layer and a head that ran sparse; got {pair}")
         return {(int(layer), int(head)): "named" for layer, head in named}
     by_density = sorted(sparse, key=lambda head: (rows[head]["density"], head))
-    coverage = {head: [x for x in map(rows[head].get, ("row_coverage", "coverage")) if x == x] for head in sparse}
+    # of all rows by hybrid's estimate, else of the last rows; NaN if unknown
+    coverage = {head: [share for share in map(rows[head].get, ("row_coverage", "coverage")) if share == share] for head in sparse}
     by_coverage = sorted(filter(coverage.get, sparse), key=lambda head: (coverage[head][0], head))
     picks = [("lowest density", by_density[:1]), ("median density", by_density[len(sparse) // 2 :][:1])]
-    picks += [("highest density", by_density[-1:]), ("lowest share held", by_coverage[:1])]
+    picks += [("highest density", by_density[-1:]), ("lowest coverage", by_coverage[:1])]
     shown: dict[tuple[int, int], str] = {}
     for why, heads in picks:
         for head in heads:

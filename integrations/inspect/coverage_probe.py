@@ -12,15 +12,12 @@ from flexmask.base.blocks import block_problem
 from flexmask.base.head_groups import head_groups
 from flexmask.base.inputs import AttentionInputs, without_autocast
 from flexmask.base.scores import capped, grouped_scores
-from flexmask.base.visibility import in_blocks, visible_keys
+from flexmask.base.visibility import split_into_blocks, visible_keys
 from flexmask.integrations.huggingface.call import LayerCall
 
 
 class CoverageProbe:
-    """A scope's probe: serves the calls of one prompt's prefill, and measures the coverage of their masks.
-
-    If a layer is called again (DiffLlama, HRM), its last call counts, as in `inspect_prefill`'s rows.
-    """
+    """A scope's probe, which runs the calls of one prompt's prefill and measures the coverage of their masks."""
 
     def __init__(self, heads: Collection[tuple[int, int]]) -> None:
         self._heads = heads
@@ -44,6 +41,7 @@ class CoverageProbe:
                     coverage.append(coverage_by_quarter(of_head, kept, block_size))
                     if (call.layer, head) in self._heads:
                         self.maps[call.layer, head] = block_attention(of_head, block_size), kept.cpu()
+            # the last call counts if a model calls the layer repeatedly (DiffLlama, HRM), as in `inspect_prefill`'s rows
             self.coverage[call.layer] = torch.stack(coverage)
         return attended.out
 
@@ -81,5 +79,5 @@ def _by_block(inputs: AttentionInputs, rows: Tensor, block_size: int) -> Tensor:
         scores = scores.masked_fill_(~visible, -torch.inf)
         if inputs.sinks is not None:
             scores = torch.cat([scores, inputs.sinks.float().expand(len(rows), 1)], 1)
-        attention = in_blocks(scores.softmax(-1)[:, : visible.shape[1]], block_size, 0.0).sum(-1)
+        attention = split_into_blocks(scores.softmax(-1)[:, : visible.shape[1]], block_size).sum(-1)
         return torch.where(valid[:, None], attention, torch.nan)

@@ -80,13 +80,14 @@ def _figure(axes: Axes, caption: str) -> str:
 
 def _coverage_table(inspection: Inspection) -> str:
     """Coverage by layer and quarter of the prompt."""
-    if not inspection.held:
+    if not inspection.coverage_by_quarter:
         return ""
     names = "".join(f"<th>{name}</th>" for name in ("layer", "first quarter", "second", "third", "last"))
-    rows = ((str(layer), *(f"{share:.1%}" for share in shares)) for layer, shares in inspection.held.items())
+    by_layer = inspection.coverage_by_quarter.items()
+    rows = ((str(layer), *(f"{share:.1%}" for share in shares)) for layer, shares in by_layer)
     lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f"""<h2>Attention held, by position</h2>
-<p>Share of the true attention of eight query rows of each quarter of the prompt that the kept blocks hold,
+    return f"""<h2>Coverage by position</h2>
+<p>Share of the true attention of eight query rows of each quarter of the prompt that falls into kept blocks,
 mean over rows and heads.</p>
 <div class="scroll"><table><tr>{names}</tr>{lines}</table></div>"""
 
@@ -99,7 +100,7 @@ def _shown(head: ShownHead) -> str:
         about += f" By hybrid's estimate its query blocks keep {row['row_coverage']:.1%} of their attention."
     if row["reason"]:
         about += f" This head's mask was not used: {row['reason']}."
-    axes = plot_attention(head.mass, head.block_size, head.kept, lengths=(row["q_len"], row["kv_len"]))
+    axes = plot_attention(head.mass, head.block_size, head.kept, lengths=(row["q_len"], row["seq_len"]))
     return f"<h3>{where}</h3>\n<p>{escape(about)}</p>\n{_figure(axes, f'Attention of {where}.')}\n"
 
 

@@ -65,7 +65,7 @@ class PrefillRun:
                 raise ValueError(f"max_calls must be >= 1, or None for no limit; got {self.max_calls}")
 
     def __repr__(self) -> str:
-        # without waiting for a device, for debuggers
+        # a debugger must not wait for a device
         sparse = f"{len(self._sparse)} of {len(self._called)} layers sparse" if self._called else "no layer called"
         return f"<PrefillRun: {self.num_prefills} prefills, {sparse}; summary() says more>"
 
@@ -99,11 +99,8 @@ class PrefillRun:
         forward_pass: object,
         size: CallSize,
     ) -> None:
-        """Note one prefill call of one layer, without reading a tensor; of fake ones only the reason.
-
-        Calls with the same `forward_pass`, that of their `GeometryMask`, belong to one prefill: packed sequences, and repeated
-        calls of a layer (DiffLlama, HRM).
-        """
+        """Note a prefill call of a layer, without reading a tensor; calls with the same `forward_pass` belong to one prefill."""
+        # of fake tensors only the reason is kept
         if stats is not None and is_fake(stats.density):
             stats = mask = None
         with self._lock:
@@ -127,6 +124,7 @@ class PrefillRun:
         """The index of a call's prefill; counts its sequences and their tokens."""
         before = self.calls[layer][-1].prefill if self.calls[layer] else -1
         latest, counted = self._latest.get(layer, (None, 0))
+        # packed sequences, and layers that a model calls repeatedly (DiffLlama, HRM)
         again = forward_pass is not None and before >= 0 and latest == forward_pass
         if not again or size.sequence > counted:
             self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
@@ -163,8 +161,8 @@ class PrefillRun:
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, kept prefill call, packed sequence, batch row and head.
 
-        Each has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and kv_len, and the `reason` if the call
-        ran dense. A head that ran dense because that is faster has the pattern and the density of its mask.
+        Each has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and seq_len (tokens so far), and the
+        `reason` if the call ran dense. A head that ran dense because that is faster has the pattern and the density of its mask.
         """
         return rows_by_head(self._state()[0], self.method)
 
@@ -177,7 +175,7 @@ class PrefillRun:
             kept, dropped = self._state()
             sequences, tokens = (max(counted.values(), default=0) for counted in (self.sequences, self.tokens))
             prefills = self.num_prefills
-        # without the lock: this waits for a device while calls go on
+        # without the lock, because this waits for a device while other calls go on
         totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
         return summary_of(totals, self.method, prefills, sequences, tokens, sum(total.calls for total in dropped.values()))
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from flexmask.base.scores import widest_float
 from flexmask.stats import TENSORS, SelectionStats
 
-# per layer and per log line: a server's reasons name lengths
-MAX_REASONS = 8
+MAX_REASONS = 8  # per layer and per log line: reasons contain lengths, so a server would collect ever more
 OTHER_REASONS = "other reasons"
 DENSE_HEAD = "dense attention is faster for the heads of its KV head"
 
@@ -37,13 +36,13 @@ class CallSize(NamedTuple):
 
     batch: int = 0
     q_len: int = 0
-    kv_len: int = 0  # tokens so far, `GeometryMask.seq_len`
+    seq_len: int = 0  # tokens so far, `GeometryMask.seq_len`
     sequence: int = 0  # in a pack
 
     @property
     def pairs(self) -> int:
         """Causal query-key pairs of a batch row; 1 for unknown lengths."""
-        return max(1, self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2)
+        return max(1, self.q_len * self.seq_len - self.q_len * (self.q_len - 1) // 2)
 
 
 class RecordedCall(NamedTuple):
@@ -87,7 +86,7 @@ def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> li
                 else:
                     pattern = "query-aware" if is_query_aware else "vertical-slash"
                 place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
-                lengths = {"q_len": size.q_len, "kv_len": size.kv_len}
+                lengths = {"q_len": size.q_len, "seq_len": size.seq_len}
                 why = DENSE_HEAD if reason is None and is_dense else reason
                 rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": why})
     return rows
@@ -136,7 +135,7 @@ class LayerTotals:
         if sparse:
             sums = torch.stack(sparse).sum(0)
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-            self.lowest_coverage = torch.stack([x.to(sums.device) for x in coverage]).amin(0)
+            self.lowest_coverage = torch.stack([of_call.to(sums.device) for of_call in coverage]).amin(0)
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
         """A copy that also counts `calls`."""
@@ -149,10 +148,10 @@ def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     has_pattern = ~stats.js_distance.isnan()
     query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
     kept = stats.density * (pairs / stats.density.numel())
-    # a row of padding alone keeps nothing
+    # heads of batch rows that are padding alone have density 0
     shares = (kept, stats.coverage, stats.row_coverage)
     sums = HeadSums(*shares, query_aware, vertical_slash, stats.dense_heads, stats.density > 0)
-    return torch.stack([x.to(widest_float(x.device)) for x in sums]).sum((1, 2))
+    return torch.stack([numbers.to(widest_float(numbers.device)) for numbers in sums]).sum((1, 2))
 
 
 def _lowest_coverage(stats: SelectionStats) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from flexmask.integrations.record.calls import HeadSums, LayerTotals, on_host
 
-LOW_COVERAGE = 0.25  # heads whose kept blocks hold less of some rows' attention are named
+LOW_COVERAGE = 0.25  # heads with less coverage of some rows are named
 MAX_LOW_HEADS = 8  # in the text
 
 
@@ -18,7 +18,7 @@ class LowHead(NamedTuple):
 
     layer: int
     head: int
-    held: float  # its least coverage
+    coverage: float  # its lowest
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunSummary:
         """One line that names the heads that keep least of some rows' attention, None without any below `LOW_COVERAGE`."""
         if not self.low_heads:
             return None
-        named = ", ".join(f"layer {layer} head {head} {held:.0%}" for layer, head, held in self.low_heads[:MAX_LOW_HEADS])
+        named = ", ".join(f"layer {layer} head {head} {share:.0%}" for layer, head, share in self.low_heads[:MAX_LOW_HEADS])
         more = f" and {len(self.low_heads) - MAX_LOW_HEADS} more" if len(self.low_heads) > MAX_LOW_HEADS else ""
         return f"heads that keep less than {LOW_COVERAGE:.0%} of some rows' attention: {named}{more}"
 
@@ -111,7 +111,7 @@ class RunSummary:
     def __str__(self) -> str:
         if not self.layers:
             return repr(self)
-        # that of the last rows is 100% where they are dense
+        # coverage, which is that of the last rows, is 100% where these are dense
         name = "coverage" if all(layer.row_coverage is None for layer in self.layers) else "row_coverage"
         rows: list[tuple[str, ...]] = [("layer", "ran", "density", name, "lowest", "heads", "dense because")]
         for layer in self.layers:
@@ -155,5 +155,5 @@ def summary_of(
         layers.append(LayerSummary(layer, *calls, density, coverage, patterns, share, lowest, row_coverage))
     pairs = sum(total.pairs for total in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
-    low.sort(key=lambda head: head.held)
+    low.sort(key=lambda head: head.coverage)
     return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls, tuple(low), sequences)

@@ -40,7 +40,7 @@ def attend_chunk(
     layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None,
     request: SparseRequest | None = None, statistics: tuple[str, ...] = (), with_counts: bool = False, out: Tensor | None = None,
 ) -> AttentionResult:  # fmt: skip
-    """Causal attention of a chunk whose last row stands at the last key, at any length, as `Plan.attend` gives it.
+    """Causal attention of a chunk whose last row is at the last key, at any length, with the results of `Plan.attend`.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, seq_len, head_dim), `sinks`
     (num_heads,). Layers of one kind share the plan of a `request`; None: the chunk ends its prompt, and its plan is not kept.
@@ -52,10 +52,10 @@ def attend_chunk(
     plan = None if request is None else request.plans.get(kind)
     if plan is None:
         prompt_len = None if request is None else request.prompt_len
-        goes_on = prompt_len is not None and prompt_len > key.shape[1]  # else it has no effect
+        goes_on = prompt_len is not None and prompt_len > key.shape[1]  # otherwise it has no effect
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
         inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len if goes_on else None, **geometry)
-        # the split of the step has already decided by length
+        # at any length, because the split of the step has already decided
         plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
         if request is not None:
             plan = request.plans[kind] = plan.without_tensors().with_replay()
@@ -83,6 +83,6 @@ def concat_cached(cached: Tensor | None, chunk: Tensor, scale: Tensor | float | 
         earlier = out[:, skipped:cached_len]
         earlier.copy_(cached)
         if scale is not None:
-            # with dimensions, in which a float32 scale is not rounded to the dtype of the rows
+            # torch rounds a float32 scale to the dtype of the rows unless it has dimensions
             earlier.mul_(scale if isinstance(scale, float) else scale.view(-1, 1, 1))
     return out

@@ -17,9 +17,9 @@ from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCa
 from flexmask.integrations.record.summary import summary_of
 from flexmask.integrations.serving.layers import SparseLayer
 
-# of the first sparse step, and of the first after each log until heads were warned of
+# computed in the first sparse step, and in the first after each log until a warning names heads that keep little
 SAMPLED_STATISTICS = ("density", "coverage", "min_row_coverage")
-_MAX_COUNTS = 64  # tensors of kept blocks to collect before they are summed
+_MAX_COUNTS = 64  # tensors of kept blocks that are collected before they are summed
 
 
 class Counters:
@@ -30,9 +30,9 @@ class Counters:
         self.sparse_steps = 0
         self.sparse_tokens = 0
         self.dense_tokens = 0
-        self._kept_pairs: float | Tensor = 0.0  # of sparse calls; a number until lists are counted
+        self._kept_pairs: float | Tensor = 0.0  # by sparse calls; a float until lists are counted
         self._pairs = 0
-        self._counts: dict[float, list[Tensor]] = {}  # to be summed, by the number of pairs that a kept block stands for
+        self._counts: dict[float, list[Tensor]] = {}  # not yet summed, by the number of pairs that a kept block counts for
         self._metric: Any = None
         self._logger: logging.Logger | None = None
         self._log_every = 0.0
@@ -67,10 +67,8 @@ class Counters:
         return SAMPLED_STATISTICS if self._samples_heads else ()
 
     def add_call(self, layer: SparseLayer, attended: AttentionResult, rows: int, seq_len: int, names_heads: bool = True) -> None:
-        """Add the density of a call of `rows` at the end of `seq_len` tokens, weighted by its pairs, without waiting.
-
-        With `names_heads` the log may name its heads that keep little.
-        """
+        """Add the density of a call whose `rows` rows end at `seq_len` tokens; with `names_heads` the log may name its heads."""
+        # calls are weighted by their pairs, and nothing here waits for the device
         pairs, counts = CallSize(1, rows, seq_len).pairs, attended.counts
         with self._lock:
             self._pairs += pairs
@@ -86,9 +84,9 @@ class Counters:
                 self._heads.setdefault(layer.layer_index, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
 
     def _add_counts(self) -> None:
-        # together: a launch per layer would take longer than the sum
+        # one sum over all layers: a launch per layer would take longer
         for pairs, counts in self._counts.items():
-            self._kept_pairs = self._kept_pairs + torch.cat([each.flatten() for each in counts]).sum().double() * pairs
+            self._kept_pairs = self._kept_pairs + torch.cat([count.flatten() for count in counts]).sum().double() * pairs
         self._counts = {}
 
     @property
@@ -135,10 +133,8 @@ class Counters:
             self._logger.warning("%s", line)
 
     def export(self) -> None:
-        """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``.
-
-        A server's ``/metrics`` shows it if the engine runs in the server's process or PROMETHEUS_MULTIPROC_DIR is set.
-        """
+        """Also count into prometheus_client's registry, as ``flexmask:prefill_tokens_total``."""
+        # /metrics shows it if the engine runs in the server's process, or if PROMETHEUS_MULTIPROC_DIR is set
         self._metric = _metric()
         for attention in ("sparse", "dense"):
             self._metric.labels(attention)

@@ -23,8 +23,8 @@ class Engine:
     """The options, counters and roles of a model's attention layers.
 
     An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `reserve` while memory is measured, `split`
-    in each step, `count_step` in each layer that it may serve, and `attend` for each sparse request; other rows go to its
-    own kernel.
+    in each step, `count_step` in each layer that may run sparse, and `attend` for each sparse request; other rows go to its own
+    kernel.
     """
 
     def __init__(self, options: ServingOptions, log: logging.Logger) -> None:
@@ -40,12 +40,12 @@ class Engine:
 
     def start(
         self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype, kernel: str,
-        policy: DensePolicy | None = None, is_first: bool = True,
+        policy: DensePolicy | None = None, is_first: bool = True, exports: bool = False,
     ) -> None:  # fmt: skip
         """Log the roles and compile, in the grad mode in which requests run.
 
         `largest` is the last chunk of the longest prompt, as its rows and the tokens so far; `kernel` is the engine's name of
-        its own kernel; with `is_first` this rank logs.
+        its own kernel; with `is_first` this rank logs, and with `exports` it also exports its counters.
         """
         policy = policy or self.options.policy
         reason = policy.size_reason(*largest)
@@ -60,6 +60,9 @@ class Engine:
         if is_first:
             self._log.info("flexmask: kernels compiled in %.1f s", seconds)
             self.counters.log_to(self._log, self.options.log_every)
+            # only by the first stage of pipeline parallelism: every stage sees every token, and metrics add up over processes
+            if exports:
+                self.counters.export()
 
     def reserve(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
         """Make the largest call on CUDA, while the engine measures memory."""
@@ -75,7 +78,7 @@ class Engine:
 
     def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
         """Count the tokens of a step, as split or all as dense, once per step: in the first sparse layer."""
-        if role is next((each for each in self.roles.values() if isinstance(each, SparseLayer)), None):
+        if role is next((other for other in self.roles.values() if isinstance(other, SparseLayer)), None):
             sparse = split.sparse_tokens if is_sparse else 0
             self.counters.add_step(sparse, split.sparse_tokens + split.dense_tokens - sparse)
 
@@ -83,10 +86,7 @@ class Engine:
         self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,
         sinks: Tensor | None = None, is_counted: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of a request's chunk, (rows, heads, dim) as `query`; `concat_cached` makes the `key` and `value`.
-
-        It is written into `out`, which is returned, or into new memory if this is None.
-        """
+        """Attention of a request's chunk, in `out` if given; shapes as in `attend_chunk`, inputs from `concat_cached`."""
         with_counts, layer = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if with_counts else ()
         attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=with_counts, out=out)

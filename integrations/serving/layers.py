@@ -14,7 +14,7 @@ from flexmask.dense_policy import head_dim_reason
 from flexmask.method import Method
 from flexmask.settings import PrefillSettings, fitted_to_heads
 
-_CHUNK = (400, 1000)  # rows, and tokens so far, of a chunk that every method must serve
+_CHUNK = (400, 1000)  # rows, and tokens so far, of a chunk that every method must support
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,7 +38,7 @@ class LayerShape:
         return AttentionInputs(query, key, key, self.scale, self.softcap, self.window)
 
     def keeps_every_block_by_head(self, method: Method) -> list[bool]:
-        """By query head: True if the method keeps all its blocks. TypeError or ValueError if the method cannot serve chunks."""
+        """By query head: True if the method keeps all its blocks. TypeError or ValueError if the method takes no chunks."""
         inputs = self.inputs_of(*_CHUNK, torch.device("cpu")).with_offset()
         return method.for_inputs(inputs).keeps_every_block_by_head(self.num_heads)
 
@@ -74,7 +74,7 @@ class SparseLayer(LayerShape):
 
 @dataclass(frozen=True)
 class Stock:
-    """The role of a layer that the engine's own kernel serves in every step, and why."""
+    """The role of a layer that runs on the engine's own kernel in every step, and why."""
 
     reason: str
 
@@ -82,16 +82,13 @@ class Stock:
 Role = SparseLayer | Stock
 
 
-@functools.lru_cache(maxsize=1024)  # of recent requests: a new object would compute its kind again in each step
+@functools.lru_cache(maxsize=1024)  # for recent requests: a new object would compute its `kind` again in each step
 def _with_gamma(layer: SparseLayer, gamma: float) -> SparseLayer:
     return replace(layer, method=layer.method.with_options(gamma=gamma))
 
 
 def role_of_shape(shape: LayerShape, layer_index: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> Role:
-    """The role of a layer on a rank, whose query heads are an equal share of all, in order.
-
-    Raises TypeError or ValueError for options of another number of heads, and for a method that cannot serve the layer.
-    """
+    """The role of a layer on a rank with an equal share of its heads; TypeError or ValueError for options that do not fit."""
     call_options, policy = settings.call_options, settings.call_options.policy
     reason = head_dim_reason(shape.head_dim, shape.v_head_dim) or policy.dense_layer_reason(layer_index, shape.window)
     if reason is not None:

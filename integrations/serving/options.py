@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from flexmask.base.checks import check_int, check_real, check_word
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.layers import LayerShape
-from flexmask.settings import PrefillSettings, effective_settings
+from flexmask.settings import PrefillSettings, default_settings, saved_settings
 
 _FIELDS = ("kernel", "file", "min_rows", "count_density", "log_every")
-MIN_ROWS = 1024  # of a chunk: below, the engine's kernel is faster than gather, mask and sparse attention (docs/design.md)
+MIN_ROWS = 1024  # of a chunk; with fewer the engine's kernel is faster than gather, mask and sparse attention (docs/design.md)
 _PREFIX = "flexmask_"  # of a request's options
 GAMMA, DENSE = "flexmask_gamma", "flexmask_dense"
-# the options as the front end has read them, among the parameters that it hands on; a request that sends this name is refused
+# the parameter in which the front end passes on the options that it has read; a request that sends it is refused
 _ENCODED = "flexmask_read"
-_KEY = "flexmask "  # beginning of our keys for cached prefixes
+_KEY = "flexmask "  # how our keys for cached prefixes begin
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class ServingOptions:
 
     settings: PrefillSettings
     kernel: str = ""  # the engine's name of its backend for everything that is not sparse; vLLM's CPU build ignores it
-    min_rows: int | None = None  # chunks of fewer run dense; None: `MIN_ROWS`, with dense_below=0 block_size
-    count_density: bool = True  # of sparse calls, summed on the device, for the log
+    min_rows: int | None = None  # chunks of fewer rows run dense; None: `MIN_ROWS`, or block_size with dense_below=0
+    count_density: bool = True  # sum the density of sparse calls on the device, for the log
     log_every: float = 60.0  # least seconds between logs of the counters, in steps that prefill; a log waits for the device
     source: str = "defaults"  # of the settings, for the log
     num_layers: int | None = None  # of the model, if its config tells
@@ -58,8 +58,8 @@ def read_options(
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a dict of options; got {type(given).__name__}")
-    fields = {"kernel": kernel, **{name: given[name] for name in _FIELDS if name in given}}
-    chosen = {name: value for name, value in given.items() if name not in _FIELDS}
+    fields = {"kernel": kernel, **{field: given[field] for field in _FIELDS if field in given}}
+    chosen = {option: value for option, value in given.items() if option not in _FIELDS}
     path = fields.pop("file", None)
     check_word("kernel", fields["kernel"], kernels)
     if not isinstance(fields.get("count_density", True), bool):
@@ -72,19 +72,21 @@ def read_options(
         check_real("log_every", fields["log_every"])
         if fields["log_every"] <= 0:
             raise ValueError(f"log_every must be > 0 seconds; got {fields['log_every']}")
-    named = PrefillSettings.from_dict(chosen, name, _FIELDS) if chosen and path is None else None
+    # a model of several parts keeps its language model's config inside
+    text = getattr(model_config, "get_text_config", lambda: model_config)()
     if path is not None:
         if not isinstance(path, str):
             raise TypeError(f"file must be a path; got {type(path).__name__}")
         if chosen:
             raise ValueError(f"file cannot be combined with other settings; got {sorted(chosen)} too")
-        named = PrefillSettings.load(path)
-    # a model of several parts keeps its language model's config inside
-    text = getattr(model_config, "get_text_config", lambda: model_config)()
-    settings, origin = effective_settings(named, model_config, text)
-    sources = {"named": path or source, "config": "the model's config.json"}
-    num_layers = getattr(text, "num_hidden_layers", None)
-    return ServingOptions(settings=settings, source=sources.get(origin, origin), num_layers=num_layers, **fields)
+        settings, source = PrefillSettings.load(path), path
+    elif chosen:
+        settings = PrefillSettings.from_dict(chosen, name, _FIELDS)
+    elif saved := saved_settings(model_config) or saved_settings(text):
+        settings, source = saved, "the model's config.json"
+    else:
+        settings, source = default_settings(), "defaults"
+    return ServingOptions(settings=settings, source=source, num_layers=getattr(text, "num_hidden_layers", None), **fields)
 
 
 class RequestOptions(NamedTuple):
@@ -99,10 +101,8 @@ class RequestOptions(NamedTuple):
 
 
 def decoded_options(params: Mapping[str, Any] | None) -> RequestOptions | None:
-    """Decode the options that the front end stored among a request's parameters.
-
-    None if they are absent or malformed, since a client that bypasses our front end must not crash the engine.
-    """
+    """The options that the front end stored among a request's parameters; None if they are absent or malformed."""
+    # a client that bypasses our front end must not crash the engine
     match params.get(_ENCODED) if isinstance(params, Mapping) else None:
         case [gamma, bool(dense)] if gamma is None or (type(gamma) is float and 0 < gamma <= 1):
             return RequestOptions(gamma, dense)
@@ -110,35 +110,34 @@ def decoded_options(params: Mapping[str, Any] | None) -> RequestOptions | None:
 
 
 def prefix_key(of_client: str | None, requested: RequestOptions | None) -> str | None:
-    """An engine's key for the cached prefixes of a request, whose keys and values depend on its options.
-
-    Each pair of options and the client's key, any text or none, has a key of its own. Without options it is the client's key,
-    unless that begins as ours do.
-    """
+    """A request's key for cached prefixes, unique to its options and the client's key, which is any text or none."""
     if requested is None:
+        # the client's key, unless it could be mistaken for one of ours
         return f"{_KEY}none: {of_client}" if str(of_client).startswith(_KEY) else of_client
     options = "dense" if requested.dense else f"gamma {requested.gamma!r}"
     return f"{_KEY}{options}: {of_client or ''}"
 
 
-def request_options(params: Any, read_server_options: Callable[[], ServingOptions], ranks: int = 1) -> RequestOptions | None:
-    """The options among a request's parameters, None if they are the server's; ValueError, its answer, for wrong ones.
+def request_options(params: Any, holder: Any, read: Callable[[], ServingOptions], ranks: int = 1) -> RequestOptions | None:
+    """The options among a request's parameters, or None if it sets none; ValueError, whose text the client gets, for wrong ones.
 
-    A gamma is refused if the server's options, which are read only for it, keep a layer stock on one of the tensor-parallel
-    `ranks`. A null is as if left out.
+    The first gamma calls `read` for the server's options, which then stay on `holder`, an object of the engine's front end. A
+    gamma is refused if they keep a layer stock on one of the tensor-parallel `ranks`.
     """
     params = params if isinstance(params, Mapping) else {}
     unknown = sorted(name for name in map(str, params) if name.startswith(_PREFIX) and name not in (GAMMA, DENSE))
     if unknown:
         raise ValueError(f"a request takes {GAMMA} and {DENSE}; got {unknown[0]!r}")
-    gamma, dense = params.get(GAMMA), params.get(DENSE)
-    if dense not in (None, False, True):  # JSON of some engines has no booleans: 0 and 1
+    gamma, dense = params.get(GAMMA), params.get(DENSE)  # null means left out
+    if dense not in (None, False, True):  # some engines pass 0 and 1 for JSON's booleans
         raise ValueError(f"{DENSE} must be true or false; got {dense!r}")
     if gamma is None:
         return RequestOptions(dense=True) if dense else None
     if dense:
         raise ValueError(f"{GAMMA} cannot be combined with {DENSE}, which no gamma changes; got {gamma!r}")
-    options = read_server_options()
+    if not hasattr(holder, "flexmask_options"):
+        holder.flexmask_options = read()
+    options: ServingOptions = holder.flexmask_options
     method = options.settings.layer_method()
     if "gamma" not in method.per_head_options:
         raise ValueError(f"{GAMMA} needs a method with gamma; this server runs {method.name!r}")
@@ -161,7 +160,7 @@ def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
     """The first layer found that runs stock on some rank because every head keeps every block; None without one."""
     settings, policy = options.settings, options.policy
     special = {*settings.layers, *settings.dense_layers}
-    # stands for all layers without options of their own
+    # represents all layers without options of their own
     plain = next(layer for layer in range(len(special) + 1) if layer not in special)
     layers = [plain] if options.num_layers is None or plain < options.num_layers else []
     for layer in (*layers, *sorted({*settings.layers}.difference(settings.dense_layers))):

@@ -23,7 +23,7 @@ class StepRequests(NamedTuple):
 
 
 class StockSpan(NamedTuple):
-    """Neighbouring requests that one call of the engine's kernel serves."""
+    """Neighbouring requests that the engine's kernel handles in one call."""
 
     first_request: int
     end_request: int  # exclusive

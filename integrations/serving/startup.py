@@ -41,11 +41,11 @@ def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, mi
 def _method_summary(layers: Iterable[SparseLayer]) -> str:
     """As in "hybrid, gamma 0.9, min_budget 1024": the options that may differ by head, and those that are not the default."""
     methods = [layer.method for layer in layers]
-    method = methods[0]
-    parts = [method.name]
-    for name, default in method.defaults.items():
-        values = [each.options[name] for each in methods]
-        if name in method.per_head_options:
+    first = methods[0]
+    parts = [first.name]
+    for name, default in first.defaults.items():
+        values = [method.options[name] for method in methods]
+        if name in first.per_head_options:
             shares = [float(share) for value in values for share in (value if isinstance(value, tuple) else (value,))]
             low, high = min(shares), max(shares)
             parts.append(f"{name} {low:g}" if low == high else f"{name} {low:g} to {high:g} by layer or head")
@@ -69,8 +69,8 @@ def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, 
 def reserve(layers: Iterable[SparseLayer], size: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> None:
     """Make the largest call on CUDA, with memory allocated as for the gathered keys and values."""
     for layer in _variants(layers):
-        # an upper bound, since the gathered rows are freed before attention runs. The call's query stands for the one copy of a
-        # chunk's queries, contiguous and no longer FP8
+        # an upper bound: the gathered rows are freed before attention runs. The call's own query takes the memory of the copy of
+        # a chunk's queries, contiguous and no longer in FP8
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
         call_of_size(layer, size, device, dtype, SAMPLED_STATISTICS if count_density else ())
         del rows
@@ -109,7 +109,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
     """Sizes of prompts and chunks that compile all kernels of a layer; long ones do not exceed `largest`."""
     block = layer.method.block_size
     sizes = [(rows, length) for length in LENGTHS for rows in (length, length // 2)]
-    # chunks of one block, whose size torch compiles as a constant, and below `_SHORT`
+    # chunks of one block, whose size torch compiles as a constant, and chunks below `_SHORT`
     short = [block] if block >= _SHORT else [block, _SHORT - 1]
     sizes += [(rows, LENGTHS[0]) for rows in short] + [
         (rows, rows) for rows in short if rows >= layer.call_options.policy.dense_below
@@ -134,7 +134,7 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
                 by_kind.setdefault((heads, size[0] == seq_len), []).append(size)
     calls = []
     for sizes in by_kind.values():
-        # the middle, where a call that is shorter by different numbers of blocks is of the same kind
+        # from the middle of the range, so that the second call, shorter by different numbers of blocks, is of the same kind
         rows, seq_len = sizes[(len(sizes) - 1) // 2]
         shorter = rows - block if rows == seq_len else max(rows - 2 * block, rows // 2)
         calls += [(rows, seq_len), (shorter, seq_len - block)]

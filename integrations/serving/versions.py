@@ -1,20 +1,16 @@
-"""The served releases of the engines, and the check of release and interfaces at start-up.
-
-The newest two minor releases of each engine are served (docs/serving-measurements.md says what was run on which). A newer one is
-served with a warning if its interfaces fit. An older one is refused; the message names the last release of flexmask that served
-it.
-"""
+"""The supported releases of the engines, and the check of release and interfaces at start-up."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
 
+# the newest two minor releases of each engine, older first; docs/serving-measurements.md lists what ran on which
 SERVED = {"vLLM": ((0, 32), (0, 33)), "SGLang": ((0, 5, 22), (0, 5, 23))}
-"""The releases that are served, oldest and newest"""
-# by engine and release: the last release of flexmask that served it. None has been dropped since the first
+# by engine and release: the last release of flexmask that supported it; flexmask has dropped none yet
 LAST_SERVED_BY: dict[tuple[str, tuple[int, ...]], str] = {}
 
 
@@ -34,19 +30,20 @@ def refuse_older(engine: str, version: str) -> None:
         raise ImportError(f"{_served(engine, version)}, which {by}")
 
 
-def check_interfaces(engine: str, version: str, faults: list[str]) -> str | None:
-    """Raise ImportError for `faults` in an engine's interfaces; return a warning for a release newer than those in `SERVED`."""
+def check_interfaces(engine: str, version: str, faults: list[str]) -> None:
+    """Raise ImportError for `faults` in an engine's interfaces; log a warning for a release newer than those in `SERVED`."""
     if faults:
         raise ImportError(
             f"{_served(engine, version)}, whose interfaces differ from those that flexmask needs: {'; '.join(faults)}"
         )
     newest = SERVED[engine][-1]
-    if release_of(version, len(newest)) <= newest:
-        return None
-    return (
-        f"{_served(engine, version)}, which flexmask has not been tested with. Its interfaces match, so flexmask runs. "
-        "At gamma 1, compare answers with a server without flexmask"
-    )
+    if release_of(version, len(newest)) > newest:
+        # engines show only loggers below their own
+        logging.getLogger(f"{engine.lower()}.flexmask").warning(
+            "%s, which flexmask has not been tested with. Its interfaces match, so flexmask runs. "
+            "At gamma 1, compare answers with a server without flexmask",
+            _served(engine, version),
+        )
 
 
 def _served(engine: str, version: str) -> str:
@@ -68,25 +65,23 @@ def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, .
             continue
         holder, _, attribute = name.rpartition(".")
         function = getattr(found[holder], attribute, None)
-        names = [] if function is None else [x for x in inspect.signature(function).parameters if x != "self"]
+        names = [] if function is None else [name for name in inspect.signature(function).parameters if name != "self"]
         if len(names) < len(wishes) or any(wish not in (None, got) for wish, got in zip(wishes, names, strict=False)):
             faults.append(f"{name} must take {', '.join(wish or '...' for wish in wishes)}; got {', '.join(names) or 'none'}")
     return faults
 
 
 def names_of(thing: Any) -> set[str]:
-    """All attribute names: the elements of a set; of a module or class its attributes and fields, and what ``__init__`` sets.
-
-    Fields are those of a dataclass or of msgspec.
-    """
+    """The elements of a set; of a module or class the names of its attributes and fields, and those that ``__init__`` uses."""
     if isinstance(thing, set):
         return thing
+    # of a dataclass or a msgspec.Struct
     fields = (getattr(thing, kind, ()) for kind in ("__dataclass_fields__", "__struct_fields__"))
     return set(dir(thing)).union(*fields, names_in(thing, "__init__"))
 
 
 def names_in(owner: Any, function: str) -> set[str]:
-    """Names that a function of a module or class uses, and functions of the same name in the class's bases."""
+    """The names that a function of a module or class uses, also in the class's bases."""
     owners = owner.__mro__ if isinstance(owner, type) else (owner,)
     codes = [getattr(vars(holder).get(function), "__code__", None) for holder in owners]
     return {name for code in codes if code is not None for name in code.co_names}

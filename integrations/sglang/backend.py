@@ -1,13 +1,7 @@
-"""SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse.
-
-`make_backend` makes an `SGLangEngine` (engine.py), which splits each step; `SparsePrefill.forward_extend` passes the step's long
-prompts to `Engine.attend` (serving/engine.py). SGLang's tokenizer process encodes a request's options in ``custom_params``
-(registration.py); the scheduler's process decodes them (`follow_requests`).
-"""
+"""SGLang's attention backend "flexmask": a stock backend whose long prompts run sparse."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,15 +17,9 @@ from flexmask.integrations.sglang.options import serving_options, stock_kernel
 from flexmask.integrations.sglang.step import PROMPTS, Step, gathered, lengths_of
 from flexmask.integrations.sglang.versions import interface_faults
 
-_log = logging.getLogger("sglang.flexmask")
-
 
 def make_backend(runner: Any) -> Any:
-    """Make the backend of one of SGLang's ModelRunners.
-
-    Raises ImportError for a release that is too old or has other interfaces, TypeError or ValueError for wrong options, and for
-    servers and models that are not served.
-    """
+    """The backend of one of SGLang's ModelRunners; ImportError, TypeError or ValueError for what flexmask does not support."""
     import sglang
 
     refuse_older("SGLang", sglang.__version__)
@@ -45,18 +33,15 @@ def make_backend(runner: Any) -> Any:
     refuse_model(runner.model, model.is_multimodal)
     options.settings.check_model(model.hf_text_config)
     stock = ATTENTION_BACKENDS[options.kernel](runner)
-    warning = check_interfaces("SGLang", sglang.__version__, interface_faults(type(stock)))
-    if warning is not None:
-        _log.warning("%s", warning)
+    check_interfaces("SGLang", sglang.__version__, interface_faults(type(stock)))
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     engine = SGLangEngine(runner, options, rank, ranks)
-    engine.prepare(largest_call(runner, server.chunked_prefill_size), torch.device(runner.device), runner.dtype)
+    largest = largest_call(runner, server.chunked_prefill_size)
+    exports = server.enable_metrics and parallel_state.get_pp_group().is_first_rank
+    engine.prepare(largest, torch.device(runner.device), runner.dtype, exports)
     if not engine.sparse_layers:
         return stock
     follow_requests(engine.options_by_id, engine.prompt_lens_by_id)
-    # every stage of pipeline parallelism sees every token
-    if rank == 0 and parallel_state.get_pp_group().is_first_rank and server.enable_metrics:
-        engine.counters.export()
     return sparse_backend(stock, runner, engine)
 
 
@@ -67,7 +52,7 @@ def largest_call(runner: Any, chunk: int | None) -> tuple[int, int]:
 
 
 def sparse_backend(stock: Any, runner: Any, engine: SGLangEngine) -> Any:
-    """A backend like `stock` that runs long prompts sparse; `stock` serves the rest of such steps."""
+    """A backend like `stock` that runs long prompts sparse; `stock` handles the other rows of such steps."""
     base = type(stock)
     return type(f"Sparse{base.__name__}", (SparsePrefill, base), {"__module__": __name__})(runner, engine, stock)
 
@@ -95,10 +80,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
     def forward_extend(
         self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **options: Any
     ) -> Tensor:
-        """Attention of one step's prompts, in the shape of the queries; see the stock backend.
-
-        Without `save_kv_cache` another kernel has already written the cache.
-        """
+        """Attention of a step's prompts, shaped as `q`; without `save_kv_cache` another kernel has already written the cache."""
         engine, step, stock = self.flexmask, self.flexmask.step, super().forward_extend
         role = engine.roles.get(layer)  # None: not the model's
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
@@ -112,8 +94,8 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         if step is None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
-        key, value = (x.reshape(-1, role.num_kv_heads, role.head_dim) for x in (k, v))
-        # SGLang's buffer, where it calls layers between pieces of a graph
+        key, value = (rows.reshape(-1, role.num_kv_heads, role.head_dim) for rows in (k, v))
+        # between the pieces of a graph SGLang has a buffer for the output
         out = getattr(forward_batch, "_attn_output", None)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         by_head = out.view(query.shape)
@@ -126,7 +108,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
             chunk = (key[request.rows], value[request.rows])
             if save_kv_cache:
                 # the pool divides by scales in place
-                written = (x if scales is None else x.clone() for x in chunk)
+                written = (tensor if scales is None else tensor.clone() for tensor in chunk)
                 engine.pool.set_kv_buffer(layer, forward_batch.out_cache_loc[request.rows], *written, *(scales or ()))
             # not named here, so that a request's keys and values are freed before the next one's are made
             engine.attend(

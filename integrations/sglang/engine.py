@@ -43,7 +43,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
     if uses_mla:
         raise ValueError(f"the attention backend {NAME!r} does not support multi-head latent attention (MLA)")
     if attention_backends_of(server_args)[1] == NAME:
-        raise ValueError(f"{NAME!r} must be the --prefill-attention-backend, beside another for decoding; got it for both")
+        raise ValueError(f"--decode-attention-backend must not be {NAME!r}, which only prefills; got it for prefill and decoding")
     for name, feature in REFUSED.items():
         if getattr(server_args, name) not in (None, False, "null"):
             raise ValueError(f"{name} must be off with the attention backend {NAME!r}, which does not support {feature}")
@@ -66,7 +66,7 @@ def refuse_server(server_args: Any, uses_mla: bool) -> None:
 
 
 def refuse_model(model: Any, is_multimodal: bool) -> None:
-    """Raise ValueError for a model whose image tokens see later ones, which SGLang serves with its Triton backend only."""
+    """Raise ValueError for a model whose image tokens see later ones, which only SGLang's Triton backend supports."""
     if is_multimodal and hasattr(model, "prepare_attn_masks"):
         raise ValueError(
             f"--enable-multimodal must be off with the attention backend {NAME!r} and {type(model).__name__}, whose images see "
@@ -75,11 +75,7 @@ def refuse_model(model: Any, is_multimodal: bool) -> None:
 
 
 class SGLangEngine(Engine):
-    """One model of an SGLang process.
-
-    `runner` is SGLang's ModelRunner, whose model and cache exist; `rank` is the rank in the tensor-parallel group. Raises
-    TypeError or ValueError for options by head or by layer that do not fit the model.
-    """
+    """One model of an SGLang process; `runner` is its ModelRunner, with model and cache, `rank` is the tensor-parallel rank."""
 
     def __init__(self, runner: Any, options: ServingOptions, rank: int = 0, ranks: int = 1) -> None:
         from sglang.srt.layers.radix_attention import RadixAttention
@@ -98,17 +94,17 @@ class SGLangEngine(Engine):
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
                 reason = layer_reason(layer, self.pool, runner.dtype)
-                served = (shape_of(layer), layer.layer_id, options.settings, rank, ranks)
-                self.roles[layer] = role_of_shape(*served) if reason is None else Stock(reason)
+                arguments = (shape_of(layer), layer.layer_id, options.settings, rank, ranks)
+                self.roles[layer] = role_of_shape(*arguments) if reason is None else Stock(reason)
 
-    def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype) -> None:
+    def prepare(self, largest: tuple[int, int], device: torch.device, dtype: torch.dtype, exports: bool = False) -> None:
         """Log the roles, compile, and on a GPU reserve the memory of the largest call until the first request."""
         from sglang.srt.utils import DynamicGradMode
 
-        # the grad mode of SGLang's steps, which would not use what another mode compiles
+        # SGLang's steps run in this grad mode, and would not use what another mode compiles
         with DynamicGradMode():
             try:
-                self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first)
+                self.start(largest, device, dtype, self.options.kernel, is_first=self._is_first, exports=exports)
                 if device.type == "cuda" and self.sparse_layers:
                     needed = peak_memory_of(lambda: self.reserve(largest, device, dtype), device)
                     torch.cuda.empty_cache()
@@ -129,13 +125,13 @@ class SGLangEngine(Engine):
             self._reserved = None
         if forward_batch.forward_mode.name not in PROMPTS:
             return
-        # without lengths: as one request, which runs stock
+        # without lengths the step counts as one request, which runs stock
         lengths = lengths_of(forward_batch) or ([forward_batch.extend_num_tokens or 0], [0])
         rows, cached = lengths
         reason = None if is_dummy else step_reason(forward_batch)
         ids, seq_lens = forward_batch.rids or (), [*map(add, rows, cached)]
-        options = [self.options_by_id.get(each) for each in ids]
-        prompt_lens = [max(self.prompt_lens_by_id.get(each, 0), so_far) for each, so_far in zip(ids, seq_lens, strict=False)]
+        options = [self.options_by_id.get(name) for name in ids]
+        prompt_lens = [max(self.prompt_lens_by_id.get(name, 0), so_far) for name, so_far in zip(ids, seq_lens, strict=False)]
         requests = StepRequests([0, *accumulate(rows)], seq_lens, options=options, prompt_lens=prompt_lens)
         split = self.split(requests, reason)
         self.split_to_count = None if is_dummy else split
@@ -154,7 +150,7 @@ class SGLangEngine(Engine):
 
 
 def follow_requests(options_by_id: dict[str, RequestOptions], prompt_lens_by_id: dict[str, int]) -> None:
-    """Make SGLang fill both dicts for each batch with the options and prompt lengths of its requests, by id."""
+    """Make SGLang's scheduler fill both dicts for each batch with the options and prompt lengths of its requests, by id."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     def note_requests(forward_batch: Any, cls: Any, batch: Any, *_: Any, **__: Any) -> None:

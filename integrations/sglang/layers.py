@@ -25,7 +25,7 @@ def shape_of(layer: Any) -> LayerShape:
 
 def layer_reason(layer: Any, pool: Any, dtype: torch.dtype) -> str | None:
     """Return why a layer runs stock in every step, or None; its keys and values are in `pool`."""
-    # the pool of a hybrid model: that of its attention layers decides
+    # a hybrid model has several pools; that of its attention layers decides
     if type(pool).__name__ == "HybridLinearKVPool":
         pool = pool.full_kv_pool
     if layer.attn_type.value != "decoder":

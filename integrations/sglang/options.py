@@ -10,8 +10,8 @@ from flexmask.integrations.serving.options import ServingOptions, read_options
 from flexmask.json_settings import json_data
 
 VARIABLE = "FLEXMASK_SGLANG"
+# SGLang's backends that were tested as the stock one: the first two on GPUs, the last on CPUs
 KERNELS = ("fa3", "triton", "torch_native")
-"""SGLang's backends that may serve everything else, as far as tested: the first two on GPUs, the last on CPUs"""
 
 
 def stock_kernel(decoding: str, device: str) -> str:

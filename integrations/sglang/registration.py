@@ -1,10 +1,8 @@
-"""The entry point ``sglang.srt.plugins: flexmask``: it registers the backend "flexmask", and reads the options of requests.
-
-SGLang loads it in each of its processes, so it imports nothing else of flexmask before our backend is chosen.
-"""
+"""The entry point ``sglang.srt.plugins: flexmask``: registers the backend "flexmask", and reads the options of requests."""
 
 from __future__ import annotations
 
+# nothing of flexmask: SGLang loads this module in each of its processes, whether or not our backend is chosen
 import importlib
 from typing import Any
 
@@ -34,7 +32,7 @@ def encode_requests() -> None:
 
 
 def _encode_request(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
-    """Encode the options of a request that was just made; a ValueError becomes the answer to it."""
+    """Encode the options of a new request; a ValueError becomes the answer to it."""
     params, key = tokenized.sampling_params, getattr(tokenized, "extra_key", None)
     custom_params, server_args = getattr(params, "custom_params", None), manager.server_args
     if not (custom_params or key) or server_args.prefill_attention_backend != NAME:
@@ -42,12 +40,10 @@ def _encode_request(tokenized: Any, manager: Any, *_: Any, **__: Any) -> None:
     from flexmask.integrations.serving.options import prefix_key, request_options
     from flexmask.integrations.sglang.options import KERNELS, serving_options
 
-    def read_server_options() -> Any:
-        if not hasattr(manager, "flexmask_options"):  # as the engine has read them at its start
-            manager.flexmask_options = serving_options(KERNELS[0], manager.model_config.hf_config)
-        return manager.flexmask_options
+    def read() -> Any:
+        return serving_options(KERNELS[0], manager.model_config.hf_config)
 
-    requested = request_options(custom_params, read_server_options, server_args.tp_size)
+    requested = request_options(custom_params, manager, read, server_args.tp_size)
     if requested is not None:
         if not hasattr(tokenized, "extra_key"):
             raise ValueError(

@@ -14,8 +14,8 @@ from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.split import StepSplit
 
 PROMPTS = ("EXTEND", "MIXED")  # SGLang's names of steps whose long requests run sparse
-# fields of a batch with which rows may see other keys than those before them, pages of other ranks, or slots outside the pool:
-# such a step runs stock
+# a step runs stock if its batch has one of these fields: its rows may then see keys after them, pages of other ranks, or slots
+# outside the pool
 STOCK_FIELDS = (
     "spec_info", "encoder_lens", "multi_item_delimiter_indices", "attn_cp_metadata", "attn_dcp_metadata", "dcp_kv_mask",
     "tbo_children", "out_cache_loc_virtual",
@@ -62,7 +62,9 @@ def step_reason(forward_batch: Any) -> str | None:
 def step_of(forward_batch: Any, split: StepSplit, lengths: Lengths, req_to_token: Tensor) -> Step:
     """The step of a split. Its tensors are made once, for all layers."""
     indices = forward_batch.req_pool_indices
-    sparse = tuple((x, slots_of(req_to_token, indices, x.batch_index, x.cached_len)) for x in split.sparse)
+    sparse = tuple(
+        (request, slots_of(req_to_token, indices, request.batch_index, request.cached_len)) for request in split.sparse
+    )
     if not split.stock:
         return Step(split, sparse, None, None, lengths)
     requests = list(chain.from_iterable(range(span.first_request, span.end_request) for span in split.stock))
@@ -82,7 +84,7 @@ def slots_of(req_to_token: Tensor, req_pool_indices: Tensor, request: int, token
 
 def gathered(buffer: Tensor, slots: Tensor) -> Tensor:
     """Keys or values in these slots, (num_kv_heads, tokens, head_dim), from (slots, num_kv_heads, head_dim)."""
-    # no FP8 dtype can be indexed
+    # torch cannot index FP8 tensors
     rows = buffer.view(torch.uint8)[slots].view(buffer.dtype) if buffer.dtype.itemsize == 1 else buffer[slots]
     return rows.transpose(0, 1)
 
@@ -90,7 +92,7 @@ def gathered(buffer: Tensor, slots: Tensor) -> Tensor:
 def part_of(forward_batch: Any, requests: Sequence[int], rows: slice | Tensor) -> Any:
     """A batch of some of the requests and their `rows`, for a stock backend."""
     part = copy.copy(forward_batch)
-    # the buffer for the output is that of all rows
+    # the output's buffer is for all rows
     part.__dict__.pop("_attn_output", None)
     chosen = torch.tensor(list(requests))
     on_device = chosen.to(forward_batch.req_pool_indices.device, non_blocking=True)

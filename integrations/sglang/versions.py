@@ -8,7 +8,7 @@ from typing import Any
 from flexmask.integrations.serving.versions import faults_in
 from flexmask.integrations.sglang.engine import MUST_BE_ONE, REFUSED
 
-# arguments of a layer that say whether it is served; another one may change attention
+# all arguments of a layer that flexmask knows; one that a release adds may change attention
 _LAYER_ARGUMENTS = {
     "num_heads", "head_dim", "scaling", "num_kv_heads", "layer_id", "logit_cap", "v_head_dim", "sliding_window_size",
     "is_cross_attention", "pos_encoding_mode", "logit_capping_method", "quant_config", "attn_type", "use_irope", "prefix",
@@ -46,7 +46,7 @@ def interface_faults(stock: Any) -> list[str]:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.server_args import ServerArgs
 
-    found = {x.__name__: x for x in (ForwardBatch, ForwardMode, ServerArgs)}
+    found = {cls.__name__: cls for cls in (ForwardBatch, ForwardMode, ServerArgs)}
     found |= {"backend": stock, "batch": ForwardBatch, "tokenizer": TokenizerManager, "pool": MHATokenToKVPool}
     faults = faults_in({**found, "HybridLinearKVPool": HybridLinearKVPool}, _WANTED)
     arguments = set(inspect.signature(RadixAttention).parameters)

@@ -21,7 +21,7 @@ _STOCK = {
     "SparseFlashLatentAttention": ("mla.flashattn_mla", "FlashAttnMLABackend", "FLASH_ATTN_MLA"),
     "SparseTritonLatentAttention": ("mla.triton_mla", "TritonMLABackend", "TRITON_MLA"),
 }
-_KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # kernels in our names
+_KINDS = {"FLASH_ATTN": "Flash", "TRITON_ATTN": "Triton"}  # the part of our name for each kernel
 
 
 def __getattr__(name: str) -> Any:
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _backend_name_for_model() -> str:
-    """The name in `_STOCK` for the kind of attention of the model and the kernel in the options."""
+    """The name in `_STOCK` for the model's kind of attention and the kernel in the options."""
     from vllm.config import get_current_vllm_config_or_none
 
     from flexmask.integrations.vllm.engine import engine_of
@@ -52,20 +52,15 @@ def _backend_name_for_model() -> str:
 def _backend(name: str) -> type:
     module, stock_name, kernel = _STOCK[name]
     stock: Any = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
-    backend = sparse_backend(name, stock, kernel)  # first: it refuses interfaces that flexmask does not know
+    backend = sparse_backend(name, stock, kernel)  # first, because it refuses interfaces that flexmask does not know
     if stock.is_mla():
         measure_latent_layers()
     return backend
 
 
 def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...] = (), shown_as: str = "CUSTOM") -> type:
-    """A backend like `stock` whose long prompts run sparse; `readers` are mixins that read another cache than `gathered` does.
-
-    ImportError if vLLM's interfaces differ from those that flexmask needs.
-    """
-    warning = check_interfaces("vLLM", vllm.__version__, interface_faults(stock))
-    if warning is not None:
-        _log.warning("%s", warning)
+    """A backend like `stock` whose long prompts run sparse; `readers` are mixins that read another cache than `gathered` does."""
+    check_interfaces("vLLM", vllm.__version__, interface_faults(stock))
 
     from flexmask.integrations.vllm.builder import SparseLatentBuilder, SparsePrefillBuilder
     from flexmask.integrations.vllm.impl import SparseLatentImpl, SparsePrefillImpl
@@ -77,15 +72,14 @@ def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...]
     builder.flexmask_own = builder
 
     overrides = {
-        # ours in place of vLLM's
         "get_name": staticmethod(lambda: shown_as),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
-        # a row's blocks depend on its chunk
+        # the blocks that a row keeps depend on its chunk
         "supports_batch_invariance": classmethod(lambda cls: False),
-        # long chunks attend to the step's own keys
+        # sparse requests attend to the keys of the step itself, beside those in the cache
         "supports_kv_cache_update_bypass": False,
-        # steps are split by the lengths on the host
+        # the builder splits a step by the lengths on the host
         "supports_device_cpu_query_lens_mismatch": classmethod(lambda cls: False),
     }
     return type(name, (stock,), {**namespace, "__qualname__": name, **overrides})

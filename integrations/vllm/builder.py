@@ -34,7 +34,7 @@ class Splitter:
 
     def split(self, common: Any) -> StepSplit:
         num_reqs = common.num_reqs
-        if common.max_query_len < self.policy.min_rows:  # as when all decode: do not read the requests one by one
+        if common.max_query_len < self.policy.min_rows:  # as when all decode; reads no request by itself
             rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
             prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
             # requests that pad the batch for a CUDA graph have no rows, and may have no entry in is_prefilling
@@ -58,13 +58,9 @@ def step_reason(common: Any) -> str | None:
 
 
 class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
-    """Mixin before a stock builder; its metadata carries the split step as ``flexmask_step``.
+    """Mixin before a stock builder; its metadata carries the split step as ``flexmask_step``, without which layers run stock."""
 
-    Metadata without it runs stock: for CUDA graph capture, for layers none of which is sparse, and from wrappers of this builder
-    (chunked local attention, fast prefill), which rewrite the batch.
-    """
-
-    # the parts of the metadata would keep the old block table
+    # an updated block table would not reach the metadata of the parts
     supports_update_block_table = False
     flexmask_own: type | None = None  # this class, not one that vLLM derives from it
     flexmask: Splitter | None = None  # None: metadata without a split
@@ -74,6 +70,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
         engine = engine_of(vllm_config)
         engine.prepare(device, in_profile=False)
         if any(isinstance(engine.roles.get(name), SparseLayer) for name in layer_names):
+            # vLLM's subclasses rewrite the batch (chunked local attention, fast prefill)
             if type(self) is self.flexmask_own:
                 self.flexmask = Splitter(engine)
             else:
@@ -121,7 +118,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
 
     def flexmask_part(self, common: Any) -> Any:
         """Metadata for a part of the step's requests."""
-        # fast: the one buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
+        # fast, because the only buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
         return super().build(0, common, True)
 
     def flexmask_step_of(self, split: StepSplit, common: Any, first: int, first_row: int) -> Step:
@@ -131,26 +128,28 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
             return slice(part.start - first_row, part.stop - first_row)
 
         remaining = [
-            x._replace(first_request=max(x.first_request, first), start=max(x.start, first_row))
-            for x in split.stock
-            if x.end_request > first
+            span._replace(first_request=max(span.first_request, first), start=max(span.start, first_row))
+            for span in split.stock
+            if span.end_request > first
         ]
-        spans = remaining if split.sparse else []  # else the metadata of all rows serves
-        slices = [UBatchSlice(slice(x.first_request, x.end_request), slice(x.start, x.stop)) for x in spans]
+        spans = remaining if split.sparse else []  # a stock step uses the metadata of all rows
+        slices = [UBatchSlice(slice(span.first_request, span.end_request), slice(span.start, span.stop)) for span in spans]
         parts = map(self.flexmask_part, split_attn_metadata(slices, common) if slices else ())
         stock = tuple(zip(map(rows, spans), parts, strict=True))
         pages = common.block_table_tensor
-        tables = (PageTable(pages[x.batch_index], x.cached_len) if x.cached_len else None for x in split.sparse)
+        tables = (
+            PageTable(pages[request.batch_index], request.cached_len) if request.cached_len else None for request in split.sparse
+        )
         return Step(split, stock, tuple(zip(map(rows, split.sparse), split.sparse, tables, strict=True)))
 
 
 class SparseLatentBuilder(SparsePrefillBuilder):
-    """The same for multi-head latent attention, whose decoding rows come first."""
+    """The builder's mixin for multi-head latent attention, whose decoding rows come first."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         if self.flexmask is not None:
-            # more rows than the stock backend decodes
+            # the stock backend decodes chunks of up to `reorder_batch_threshold` rows
             policy = self.flexmask.policy
             self.flexmask.policy = policy._replace(min_rows=max(policy.min_rows, self.reorder_batch_threshold + 1))
 
@@ -160,7 +159,7 @@ class SparseLatentBuilder(SparsePrefillBuilder):
     def flexmask_part(self, common: Any) -> Any:
         saved = {name: getattr(self, name) for name in ("reorder_batch_threshold", "_prefill_backend")}
         try:
-            # no decoding rows, and a prefill backend with the part's metadata
+            # a part has no decoding rows, and needs a prefill backend with its own metadata
             self.reorder_batch_threshold, self._prefill_backend = 0, saved["_prefill_backend"].clone()
             return super().flexmask_part(common)
         finally:

@@ -29,7 +29,7 @@ if HAS_TRITON:
 _log = logging.getLogger("vllm.flexmask")
 _LOCK = threading.RLock()
 DRAFT = "a draft model's"
-_WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # beginnings of the ids of the requests that vLLM makes before any
+_WARM_UP = ("_warmup_", "_v2_mixed_warmup")  # how the ids of vLLM's own warm-up requests begin
 
 
 def refuse_server(vllm_config: Any) -> None:
@@ -102,31 +102,28 @@ class VLLMEngine(Engine):
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
         """Once: assign the roles of all layers, log them, compile, and make the largest call if memory is being measured."""
+        from vllm.distributed import get_pp_group
+
         with _LOCK:
             if self._prepared:
                 return
             self._prepared = True
-            layers = {name: x for name, x in self.layers.items() if hasattr(getattr(x, "impl", None), "flexmask")}
+            layers = {name: layer for name, layer in self.layers.items() if hasattr(getattr(layer, "impl", None), "flexmask")}
             for name, layer in layers.items():
                 self._assign_layer_role(name, layer)
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
-            latent = {x.attn_backend.get_builder_cls() for x in layers.values() if x.attn_backend.is_mla()}
+            latent = {layer.attn_backend.get_builder_cls() for layer in layers.values() if layer.attn_backend.is_mla()}
             policy = policy._replace(min_rows=max([policy.min_rows, *map(self._min_rows, latent)]))
             largest = min(self._vllm_config.scheduler_config.max_num_batched_tokens, most), most
-            is_first = _tensor_parallel_rank()[0] == 0  # of a group, logs and counts
-            kernel = ["", *(x.impl.flexmask_kernel for x in layers.values())][-1]
+            is_first, exports = _tensor_parallel_rank()[0] == 0, get_pp_group().is_first_rank
+            kernel = ["", *(layer.impl.flexmask_kernel for layer in layers.values())][-1]
             with torch.inference_mode():
-                self.start(largest, device, self.dtype, kernel, policy, is_first)
+                self.start(largest, device, self.dtype, kernel, policy, is_first, exports)
                 if device.type == "cuda":
                     self.compile_reader(device)
                 if in_profile and device.type != "cpu":
                     self.reserve(largest, device, self.dtype)
             if is_first and self.sparse_layers:
-                from vllm.distributed import get_pp_group
-
-                # every stage of pipeline parallelism sees every token, and metrics add up over processes
-                if get_pp_group().is_first_rank:
-                    self.counters.export()
                 # processes of multiprocessing run no atexit
                 Finalize(None, self.counters.log, exitpriority=100)
 
@@ -166,7 +163,8 @@ def _tensor_parallel_rank() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-# of this process; weak, as layers and builders hold the engine. All that they share is vLLM's configuration, which a draft copies
+# the engines of this process; weak, because layers and builders hold theirs. They find it by vLLM's configuration, which a draft
+# model copies
 _ENGINES: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
@@ -183,7 +181,7 @@ def engine_of(vllm_config: Any) -> VLLMEngine:
 def existing_engine(vllm_config: Any) -> VLLMEngine | None:
     """The engine of a configuration if it was made; a server without our backend has none."""
     layers = vllm_config.compilation_config.static_forward_context
-    return next((each for each in _ENGINES if each.layers is layers), None)
+    return next((engine for engine in _ENGINES if engine.layers is layers), None)
 
 
 def follow_requests(vllm_config: Any) -> None:
@@ -207,8 +205,10 @@ def follow_requests(vllm_config: Any) -> None:
         batch = stock(runner, scheduler_output, *arguments, **options)
         engine = existing_engine(runner.vllm_config)
         if engine is not None:
-            requests = scheduler_output.scheduled_new_reqs
-            new = {x.req_id: decoded_options(getattr(x.sampling_params, "extra_args", None)) for x in requests}
+            new = {
+                request.req_id: decoded_options(getattr(request.sampling_params, "extra_args", None))
+                for request in scheduler_output.scheduled_new_reqs
+            }
             if name == "prepare_inputs":
                 step, alive = batch, runner.req_states.req_id_to_index
             else:

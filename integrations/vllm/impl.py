@@ -48,7 +48,7 @@ class PluginLayer:
             return None
         fits = scale == role.scale
         if not fits:
-            # vLLM's Transformers backend sets the scale at every forward; kernels are compiled for that of construction
+            # kernels are compiled for the scale at construction; vLLM's Transformers backend sets another in every forward
             self.engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
         self.engine.count_step(role, step.split, fits)
         return (role, step) if fits and step.sparse else None
@@ -87,7 +87,7 @@ class SparsePrefillImpl(PluginMixin):
         for rows, metadata in step.stock:
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         sinks = getattr(self, "sinks", None)
-        # a parameter is not an inference tensor, and kernels are compiled for one kind
+        # kernels are compiled for inference tensors, and a parameter is none
         sinks = None if sinks is None else sinks.clone()
         for rows, request, page_table in step.sparse:
             queries = query[rows]

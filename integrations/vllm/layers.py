@@ -12,12 +12,12 @@ from torch import Tensor
 from flexmask.integrations.serving.layers import LayerShape
 from flexmask.integrations.vllm.pages import FP8_CACHES
 
-# served arguments of an attention implementation
+# arguments of an attention implementation that flexmask knows
 ARGUMENTS = {
     "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype", "logits_soft_cap",
     "attn_type", "kv_sharing_target_layer_name", "sinks",
 }  # fmt: skip
-# and of multi-head latent attention
+# those of multi-head latent attention
 LATENT_ARGUMENTS = {
     *ARGUMENTS, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "kv_b_proj",
 }  # fmt: skip
@@ -68,7 +68,7 @@ def bound_arguments(function: Any, *arguments: Any, **options: Any) -> dict[str,
         bound |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     known = LATENT_ARGUMENTS if "kv_lora_rank" in bound else ARGUMENTS
-    return {name: x for name, x in bound.items() if name in known or not _same(x, defaults.get(name))}
+    return {name: value for name, value in bound.items() if name in known or not _same(value, defaults.get(name))}
 
 
 def _same(value: Any, default: Any) -> bool:

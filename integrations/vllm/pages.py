@@ -15,13 +15,10 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 
 
 class PageTable:
-    """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers.
-
-    `page_ids` are the request's pages, (pages,) int32: a row of vLLM's block table.
-    """
+    """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers."""
 
     def __init__(self, page_ids: Tensor, stop: int, first: int = 0) -> None:
-        self.page_ids = page_ids.contiguous()
+        self.page_ids = page_ids.contiguous()  # (pages,) int32: the request's row of vLLM's block table
         self.first, self.stop = first, stop
         self._cache: dict[Any, Any] = {}
 
@@ -74,14 +71,13 @@ def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tenso
 
 
 def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
-    """True if `pages_kernel` takes this cache and these keys and values of a chunk.
-
-    It copies numbers of one dtype on a GPU, those of a token in one head contiguous. `gathered` refuses shapes that do not fit.
-    """
+    """True if `pages_kernel` can copy them: one dtype, on a GPU, and the numbers of a token in one head contiguous."""
+    # `gathered` refuses shapes that do not fit
     key, value = chunk
     _, num_kv_heads, head_dim = key.shape
     fits = key.shape == value.shape and cache.dim() == 4 and cache.shape[1::2] == (num_kv_heads, 2 * head_dim)
-    return HAS_TRITON and fits and all(x.is_cuda and x.dtype == cache.dtype and x.stride(-1) == 1 for x in (cache, key, value))
+    tensors = (cache, key, value)
+    return HAS_TRITON and fits and all(x.is_cuda and x.dtype == cache.dtype and x.stride(-1) == 1 for x in tensors)
 
 
 def in_fp8(numbers: Tensor, cache_dtype: str) -> Tensor:

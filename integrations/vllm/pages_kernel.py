@@ -53,8 +53,8 @@ def _keys_and_values_kernel(
 def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of all of a request's tokens, (num_kv_heads, tokens, head_dim) each and contiguous, if `kernel_serves`.
 
-    As `gathered` and then `concat_cached` give them. Those of the `chunk`, (rows, num_kv_heads, head_dim) each, stand behind
-    the cached ones. Tokens before the table's first are zero.
+    Equal to `gathered` followed by `concat_cached`: those of the `chunk`, (rows, num_kv_heads, head_dim) each, follow the cached
+    ones, and tokens before the table's first are zero.
     """
     chunk_key, chunk_value = chunk
     rows, num_kv_heads, head_dim = chunk_key.shape
@@ -71,10 +71,8 @@ def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, T
 
 
 def compile_for(head_dims: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Compile for layers with these head_dims, so that requests compile nothing.
-
-    Where 16 divides the head_dim it divides all strides, and one compilation serves every memory order.
-    """
+    """Compile for layers with these head_dims, so that requests compile nothing."""
+    # if 16 divides the head_dim, it divides all strides, and one compilation covers every memory order
     for head_dim in dict.fromkeys(head_dims):
         chunk = torch.zeros(2, 1, 1, head_dim, dtype=dtype, device=device)
         cache = torch.zeros(1, 1, 1, 2 * head_dim, dtype=dtype, device=device)

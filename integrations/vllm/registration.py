@@ -1,17 +1,12 @@
-"""The entry point ``vllm.general_plugins: flexmask``: it registers the names in `backends`, and reads the options of requests.
-
-vLLM loads it in each of its processes, so it imports nothing else of flexmask before our backend is chosen.
-"""
+"""The entry point ``vllm.general_plugins: flexmask``: registers the names in `backends`, and reads the options of requests."""
 
 from __future__ import annotations
 
+# nothing of flexmask: vLLM loads this module in each of its processes, whether or not our backend is chosen
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
-
-if TYPE_CHECKING:
-    from flexmask.integrations.serving.options import RequestOptions, ServingOptions
+from typing import Any
 
 _BACKENDS = "flexmask.integrations.vllm.backends"
 _log = logging.getLogger("vllm.flexmask")
@@ -57,10 +52,20 @@ def encode_requests() -> None:
         params, config = request.sampling_params, processor.vllm_config  # a copy of the caller's parameters
         if not is_ours(config):
             return request
-        from flexmask.integrations.serving.options import prefix_key
+        from vllm.exceptions import VLLMValidationError
+
+        from flexmask.integrations.serving.options import prefix_key, request_options
+        from flexmask.integrations.vllm.options import serving_options
+
+        def read() -> Any:
+            return serving_options(config.additional_config, config.model_config.hf_config)
 
         extra_args = getattr(params, "extra_args", None)
-        requested = _options_of(extra_args, processor)
+        try:
+            requested = request_options(extra_args, processor, read, config.parallel_config.tensor_parallel_size)
+        # servers answer a plain ValueError with status 500
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from None
         if requested is not None:
             params.extra_args = requested.encoded_in(extra_args)
         request.cache_salt = prefix_key(request.cache_salt, requested)
@@ -72,23 +77,3 @@ def encode_requests() -> None:
 def is_ours(vllm_config: Any) -> bool:
     """True for a server that runs our backend."""
     return getattr(vllm_config.attention_config.backend, "name", None) == "CUSTOM"
-
-
-def _options_of(extra_args: Any, processor: Any) -> RequestOptions | None:
-    from vllm.exceptions import VLLMValidationError
-
-    from flexmask.integrations.serving.options import request_options
-    from flexmask.integrations.vllm.options import serving_options
-
-    config = processor.vllm_config
-
-    def read_server_options() -> ServingOptions:
-        if not hasattr(processor, "flexmask_options"):  # as the engine has read them at its start
-            processor.flexmask_options = serving_options(config.additional_config, config.model_config.hf_config)
-        return cast("ServingOptions", processor.flexmask_options)
-
-    try:
-        return request_options(extra_args, read_server_options, config.parallel_config.tensor_parallel_size)
-    # servers answer a plain ValueError with status 500
-    except ValueError as error:
-        raise VLLMValidationError(str(error)) from None

@@ -44,7 +44,7 @@ _LATENT: dict[str, tuple[str, ...] | set[str]] = {
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
     "MLAAttention.forward_impl": ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"),
-    # without those that nothing reads
+    # all but those that nothing reads
     "the implementation's arguments": LATENT_ARGUMENTS - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
     "builder": {"query_len_support", "reorder_batch_threshold", "_prefill_backend"},
     "MLAPrefillBackend": {"clone"},
@@ -55,9 +55,10 @@ _LATENT: dict[str, tuple[str, ...] | set[str]] = {
 def _arguments(impl: type) -> set[str]:
     """Names of the arguments of ``__init__``, including those that base classes receive through keywords."""
     inits = [vars(base)["__init__"] for base in impl.__mro__ if "__init__" in vars(base) and base is not object]
-    passes = [any(x.kind is x.VAR_KEYWORD for x in inspect.signature(init).parameters.values()) for init in inits]
+    parameters = [inspect.signature(init).parameters for init in inits]
+    passes = [any(parameter.kind is parameter.VAR_KEYWORD for parameter in of_init.values()) for of_init in parameters]
     num_inits = passes.index(False) + 1 if False in passes else len(inits)
-    return {name for init in inits[:num_inits] for name in inspect.signature(init).parameters}
+    return {name for of_init in parameters[:num_inits] for name in of_init}
 
 
 def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
         return ()
     heads, width = (1, 576) if is_latent else (2, 64)
     kind = caches.MLAAttentionSpec if is_latent else caches.FullAttentionSpec
-    # in bytes
+    # of int8, so that the shape in bytes is that in numbers
     spec = kind(block_size=16, num_kv_heads=heads, head_size=width, dtype=torch.int8)
     shape = tuple(caches.compute_layer_kv_cache_shape_bytes(spec, 3))
     return (shape[0], *shape[2:]) if is_latent else shape
@@ -82,8 +83,9 @@ def interface_faults(stock: Any) -> list[str]:
     from vllm.v1.worker import ubatch_utils
 
     builder, impl, is_latent = stock.get_builder_cls(), stock.get_impl_cls(), stock.is_mla()
-    found = {x.__name__: x for x in (config, backends, CommonAttentionMetadata, AttentionCGSupport)}
-    found |= {x.__name__: x for x in (config.CompilationConfig, config.ModelConfig, config.ParallelConfig)}
+    owners = (config, backends, CommonAttentionMetadata, AttentionCGSupport)
+    configs = (config.CompilationConfig, config.ModelConfig, config.ParallelConfig)
+    found: dict[str, Any] = {owner.__name__: owner for owner in (*owners, *configs)}
     found |= {"builder": builder, "impl": impl, "the implementation": impl, "": ubatch_utils}
     found["the implementation's arguments"] = _arguments(impl)
     # pages, KV heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
@@ -93,7 +95,7 @@ def interface_faults(stock: Any) -> list[str]:
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonMetadata
         from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-        found |= {x.__name__: x for x in (MLAAttention, MLAPrefillBackend)}
+        found |= {"MLAAttention": MLAAttention, "MLAPrefillBackend": MLAPrefillBackend}
         found["metadata of latent attention"] = MLACommonMetadata
     else:
         from vllm.model_executor.layers.attention import attention

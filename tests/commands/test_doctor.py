@@ -102,13 +102,13 @@ def test_the_self_test_ends_with_times_and_a_block_for_an_issue(flexmask, monkey
     ],
 )
 def test_releases_of_torch_and_surroundings_with_problems_are_known(flexmask, monkeypatch, name, value, what):
-    assert not [each for each in environment.problems("cpu") if what in each.what]
+    assert not [each for each in environment.known_issues("cpu") if what in each.what]
     if isinstance(value, str):
         monkeypatch.setenv(name, value)
     else:
         for module in (environment, backend):
             monkeypatch.setattr(module, name, value, raising=False)
-    found = [each for each in environment.problems("cpu") if what in each.what]
+    found = [each for each in environment.known_issues("cpu") if what in each.what]
     assert len(found) == 1
     code = commands.PROBLEM if found[0].severity == "error" else 0
     result = flexmask("doctor", "--device", "cpu", "--skip-self-test", code=code)
@@ -194,7 +194,7 @@ def test_a_missing_or_foreign_transformers_is_a_problem_only_with_a_model(flexma
     found, installed = "4.53.1", metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: found if name == "transformers" else installed(name))
     said = flexmask("doctor", "--skip-self-test").stdout
-    assert "warning: flexmask serves transformers 4.54 to 5.24; got 4.53.1; pip install" in said
+    assert "warning: flexmask supports transformers 4.54 to 5.24; got 4.53.1; pip install" in said
     found = None
     for name in [name for name in sys.modules if name.startswith("flexmask.integrations.huggingface")]:
         monkeypatch.delitem(sys.modules, name)

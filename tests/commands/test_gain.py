@@ -89,7 +89,7 @@ def test_the_first_round_compiles_and_medians_of_the_others_count(flexmask, fold
     found = flexmask("gain", folder, "--prompt", prompt, *SPARSE, "--json").json
     assert (found["sparse_seconds"], found["dense_seconds"], found["runs"]) == (1.0, 1.5, 3)
     assert (found["ratio"], found["ratios"]) == (1.5, [1.0, 3.0])
-    assert "no verdict; the first token comes 1.00 to 3.00 times as fast" in found["verdict"]
+    assert "inconclusive; the first token comes 1.00 to 3.00 times as fast" in found["conclusion"]
     said = flexmask("gain", folder, "--prompt", prompt, *SPARSE).stdout
     assert "To use it" not in said
     lines = [line.split() for line in said.splitlines()]
@@ -106,7 +106,7 @@ Next: 4 of each in turns, about 6.0 min in all.
 
 
 @pytest.mark.attention
-def test_the_wait_is_foretold_every_prefill_has_its_line_and_a_gain_one_to_paste(flexmask, folder, prompt, clock):
+def test_progress_has_a_line_per_prefill_and_a_gain_ends_with_code_to_paste(flexmask, folder, prompt, clock):
     clock += [40.0, 50.0]
     result = flexmask("gain", folder, "--prompt", prompt, *SPARSE)
     options = "gamma=0.6, min_budget=0, dense_below=0, block_size=32"
@@ -184,7 +184,7 @@ def test_a_short_prompt_gains_nothing_and_is_not_timed(flexmask, folder, prompt)
     assert "To use it" not in result.stdout
     found = flexmask("gain", folder, "--prompt", prompt, "--json")
     assert "530 tokens < dense_below 16,384" in found.stderr
-    assert found.json["verdict"] == "530 tokens: nothing to gain; 530 tokens < dense_below 16384"
+    assert found.json["conclusion"] == "530 tokens: nothing to gain; 530 tokens < dense_below 16384"
     assert (found.json["gains"], found.json["error"], found.json["ratio"]) == (False, None, None)
 
 
@@ -196,11 +196,11 @@ def test_a_short_prompt_gains_nothing_and_is_not_timed(flexmask, folder, prompt)
         (
             1.6,
             (0.9, 2.1),
-            "no verdict; the first token comes 0.90 to 2.10 times as fast at density 17%, from run to run. "
+            "inconclusive; the first token comes 0.90 to 2.10 times as fast at density 17%, from run to run. "
             "Repeat it on a quiet machine",
         ),
     ],
 )
 def test_a_gain_is_one_in_every_run(ratio, ratios, said):
     document = {"tokens": 4096, "density": 0.173, "ratio": ratio, "ratios": ratios}
-    assert command.verdict(document) == f"4,096 tokens: {said}"
+    assert command.conclusion(document) == f"4,096 tokens: {said}"

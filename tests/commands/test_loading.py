@@ -78,7 +78,7 @@ def test_weights_without_a_place_are_a_remark(copy, capsys):
     assert f"{path}: it has extra.weight, which LlamaForCausalLM does not use\n" in capsys.readouterr().err
 
 
-def test_a_whole_model_loads_without_a_word_and_transformers_warnings_are_told_once_in_one_line(folder, capsys):
+def test_a_whole_model_loads_silently_and_warnings_are_shown_once(folder, capsys):
     load_model(str(folder), Output(), "cpu")
     assert capsys.readouterr().err == f"loading {folder}\n"
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_a_tokenizer_larger_than_the_model_is_told(flexmask, folder, path, tmp_p
     prompt = tmp_path / "prompt"
     prompt.write_text("w1 w95 w96")
     said = flexmask(*GAIN, path, "--prompt", prompt, code=2).stderr
-    assert "'--prompt': the tokenizer made token 96 of it; the model embeds tokens below 96" in " ".join(said.split())
+    assert "'--prompt': contains token 96; the model embeds only tokens below 96" in " ".join(said.split())
     found = flexmask("doctor", path, "--skip-self-test", "--device", "cpu")
     assert "warning: the tokenizer has tokens up to 96; the model embeds those below 96" in found.stdout
     assert flexmask("doctor", folder, "--skip-self-test", "--device", "cpu", "--json").json["model"]["tokenizer"] is None

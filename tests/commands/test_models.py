@@ -64,7 +64,7 @@ def test_json_holds_the_figures_of_the_page(flexmask, folder, prompt, tmp_path):
     assert found["report"] == str(out)
     expected = {"method": "flexprefill", "gamma": 0.6, "block_size": 32, "min_budget": 0, "tau": 0.12, "dense_below": 0}
     assert found["settings"] == expected
-    assert {layer: len(shares) for layer, shares in found["held"].items()} == {"0": 4, "1": 4}
+    assert {layer: len(shares) for layer, shares in found["coverage_by_quarter"].items()} == {"0": 4, "1": 4}
     assert [(each["layer"], each["head"], each["why"]) for each in found["shown"]] == [(0, 1, "named"), (1, 1, "named")]
     page = out.read_text(encoding="utf-8")
-    assert all(f"{share:.1%}" in page for shares in found["held"].values() for share in shares)
+    assert all(f"{share:.1%}" in page for shares in found["coverage_by_quarter"].values() for share in shares)

@@ -134,7 +134,7 @@ def test_wrong_usage_is_told(flexmask, places, words, said):
     ids=["error", "interrupt"],
 )
 def test_errors_of_the_library_and_interrupts_are_one_line(flexmask, monkeypatch, error, code, said):
-    monkeypatch.setattr("flexmask.environment.problems", Mock(side_effect=error))
+    monkeypatch.setattr("flexmask.environment.known_issues", Mock(side_effect=error))
     result = flexmask("doctor", "--json", code=code)
     assert result.stderr == f"flexmask: {said}\n"
     assert result.stdout == ""

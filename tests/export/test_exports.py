@@ -48,7 +48,7 @@ def test_maps_lists_and_bsr_hold_the_kept_blocks_and_pairs(shape, geometry):
         assert torch.equal(pairs_of_lists(case, lists, tile), case.pairs)
     q_len, kv_len, size = shape
     for prompt, head in itertools.product(range(len(case.keep)), range(3)):
-        blocks = to_bsr(case.mask, head=head, row=prompt, with_pairs=True)
+        blocks = to_bsr(case.mask, head=head, batch_index=prompt, with_pairs=True)
         rows = torch.arange(len(blocks.indptr) - 1).repeat_interleave(blocks.indptr.long().diff())
         columns, pairs = blocks.indices.long(), torch.zeros(blocks.shape, dtype=torch.bool)
         assert (((columns.diff() > 0) | (rows.diff() > 0)).all()) and len(columns) == blocks.indptr[-1]
@@ -80,7 +80,7 @@ def test_flashinfer_gathers_the_pairs(shape, geometry):
 
 def test_flashinfer_serves_one_prompt_of_many_merges_heads_and_shares_a_map():
     case = drawn((50, 129, 32), heads=4, batch=2)
-    found = pairs_of_flashinfer(to_flashinfer(case.mask, 2, row=1, merge_heads=True), 50, 129)
+    found = pairs_of_flashinfer(to_flashinfer(case.mask, 2, batch_index=1, merge_heads=True), 50, 129)
     assert torch.equal(found, case.pairs[1].unflatten(0, (2, 2)).any(1))
     assert not torch.equal(found[0], case.pairs[1, 0])
     case = drawn((129, 129, 32), heads=1)

@@ -56,7 +56,7 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name):
 @pytest.mark.parametrize(
     "given", [{}, {"q_len": 61, "kv_len": 200}, {"scores": {"window": 50}}], ids=["whole", "chunk", "window"]
 )
-def test_held_attention_is_that_of_sampled_rows(given):
+def test_coverage_by_quarter_is_that_of_sampled_rows(given):
     case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given})
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
     inputs = attention_inputs(case.query, case.key, scale=0.3, **case.keywords())
@@ -77,9 +77,9 @@ def rows(densities, shares, patterns, statistic="row_coverage"):
     }
 
 
-def test_heads_are_shown_by_density_and_by_the_share_that_they_hold():
+def test_heads_are_shown_by_density_and_coverage():
     of_hybrid = rows([0.5, 0.1, 0.9, 0.3, 0.7, 1.0], [0.9, 0.95, 0.99, 0.8, 0.9, 1.0], ["hybrid"] * 5 + ["dense"])
-    expected = {(0, 1): "lowest density", (0, 0): "median density", (1, 0): "highest density", (1, 1): "lowest share held"}
+    expected = {(0, 1): "lowest density", (0, 0): "median density", (1, 0): "highest density", (1, 1): "lowest coverage"}
     assert shown_heads(of_hybrid) == expected
     # the last rows of hybrid are dense: their share tells nothing
     assert shown_heads({head: {**row, "coverage": 1.0} for head, row in of_hybrid.items()}) == expected
@@ -112,8 +112,9 @@ def test_inspection_has_the_masks_and_statistics_of_a_prefill(inspected):
         assert 0 < head.attention_kept < 1
         assert head.attention_kept == pytest.approx(float((head.mass * dense[head.head]).sum() / head.mass.sum()))
         assert head.mass.sum(1).tolist() == pytest.approx([1.0] * len(head.mass), abs=1e-5)
-    assert list(found.held) == [1] and len(found.held[1]) == 4
-    assert all(0 < share <= 1 + 1e-6 for share in found.held[1]) and found.held[1][3] < 1
+    assert list(found.coverage_by_quarter) == [1]
+    shares = found.coverage_by_quarter[1]
+    assert len(shares) == 4 and all(0 < share <= 1 + 1e-6 for share in shares) and shares[3] < 1
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -132,7 +133,7 @@ def test_a_layer_that_is_called_again_shows_its_last_call(without_kernel):
 @pytest.mark.attention
 def test_method_without_a_map_holds_everything():
     found = inspect_prefill(make_model(), torch.arange(LENGTH) % VOCABULARY, method="causal", block_size=32, dense_below=0)
-    assert [found.held[layer] for layer in (0, 1)] == [pytest.approx([1.0] * 4, abs=1e-5)] * 2
+    assert [found.coverage_by_quarter[layer] for layer in (0, 1)] == [pytest.approx([1.0] * 4, abs=1e-5)] * 2
     assert all(head.attention_kept == pytest.approx(1.0, abs=1e-5) for head in found.heads)
 
 
@@ -140,8 +141,10 @@ def test_method_without_a_map_holds_everything():
 def test_attention_that_is_not_finite_is_null(inspected):
     found = inspected[2]
     broken = tuple(replace(each, mass=each.mass * math.nan) for each in found.heads)
-    again = json.loads(json.dumps(replace(found, held={1: (math.nan,) * 4}, heads=broken).to_dict(), allow_nan=False))
-    assert again["held"]["1"] == [None] * 4
+    again = json.loads(
+        json.dumps(replace(found, coverage_by_quarter={1: (math.nan,) * 4}, heads=broken).to_dict(), allow_nan=False)
+    )
+    assert again["coverage_by_quarter"]["1"] == [None] * 4
     assert [each["attention_kept"] for each in again["shown"]] == [None, None]
 
 

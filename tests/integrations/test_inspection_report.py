@@ -38,7 +38,7 @@ def stats_of(method, layer):
     return replace(dense_stats(HEADS[..., None, None]), **own, dense=False)
 
 
-def inspection(method="flexprefill", dense=False, held=(0.9, 0.8, 0.8, 0.85)):
+def inspection(method="flexprefill", dense=False, coverage=(0.9, 0.8, 0.8, 0.85)):
     """An inspection of three layers, of which the last, or all, ran dense."""
     run = PrefillRun(PrefillSettings(method))
     for layer in range(3):
@@ -50,7 +50,7 @@ def inspection(method="flexprefill", dense=False, held=(0.9, 0.8, 0.8, 0.85)):
     row = next(row for row in run.rows() if (row["layer"], row["head"]) == (1, 2))
     heads = () if dense else (ShownHead(1, 2, "lowest density", mass, kept, row, 32),)
     about = {"model": "Model", "tokens": 96, "device": "1 CPU thread", "dtype": "float32", "torch": "2", "transformers": "5"}
-    return Inspection(run, heads, {} if dense else {0: held, 1: held[::-1]}, about)
+    return Inspection(run, heads, {} if dense else {0: coverage, 1: coverage[::-1]}, about)
 
 
 def words_of(found):
@@ -110,7 +110,7 @@ def test_a_dense_prompt_is_reported_as_one(tmp_path):
     assert text.count("<img ") == 1
     assert plt.get_fignums() == before  # no figure stays open
     assert "Every layer ran dense: there is no mask." in words(text)
-    assert "Attention held" not in words(text)
+    assert "Coverage by position" not in words(text)
 
 
 def test_nothing_is_written_where_a_picture_cannot_be_drawn(tmp_path):

@@ -125,7 +125,7 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
         (
             {"attention_mask": torch.arange(LENGTH)[None] > 5},
             NotImplementedError,
-            r"packed sequences \(cu_seq_lens_q\) over a cache or under an attention_mask; use use_cache=False",
+            r"packed sequences \(cu_seq_lens_q\) over a cache or under an attention_mask; use one prompt per batch row",
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_rows_are_the_statistics():
         stats = run.stats[row["layer"]][row["call"]]
         assert row["density"] == float(stats.density[row["batch"], row["head"]])
         assert row["coverage"] == float(stats.coverage[row["batch"], row["head"]])
-        assert (row["q_len"], row["kv_len"]) == [(100, 100), (110, 174)][row["call"]]
+        assert (row["q_len"], row["seq_len"]) == [(100, 100), (110, 174)][row["call"]]
         assert (row["pattern"] == "dense") == stats.dense
 
 
@@ -75,7 +75,7 @@ def test_summary_adds_up_the_rows():
     assert summary.tokens == sum((1 + call % 2) * (100 + 10 * call) for call in range(6))
     for layer in summary.layers:
         of_layer = rows[rows.layer == layer.layer]
-        pairs = of_layer.q_len * of_layer.kv_len - of_layer.q_len * (of_layer.q_len - 1) / 2
+        pairs = of_layer.q_len * of_layer.seq_len - of_layer.q_len * (of_layer.q_len - 1) / 2
         assert layer.density == pytest.approx((pairs * of_layer.density).sum() / pairs.sum(), rel=1e-6)
         sparse = of_layer[of_layer.pattern != "dense"]
         assert layer.coverage == (pytest.approx(sparse.coverage.mean(), rel=1e-6) if len(sparse) else None)

@@ -128,6 +128,19 @@ def test_start_logs_the_roles_and_compiles(caplog):
     assert compiled.startswith("flexmask: kernels compiled in ")
 
 
+@pytest.mark.parametrize(
+    ("is_first", "exports", "dense_layers"), [(True, True, []), (True, False, []), (False, True, []), (True, True, [0])]
+)
+def test_the_first_rank_exports_its_counters_if_its_stage_does_and_a_layer_runs_sparse(
+    is_first, exports, dense_layers, monkeypatch
+):
+    monkeypatch.setattr("flexmask.integrations.serving.engine.warm_up", lambda *_: 0.0)
+    exported, ours = [], Plain(dense_below=0, dense_layers=dense_layers)
+    ours.counters.export = lambda: exported.append(ours)
+    ours.start((130, 400), CPU, torch.float32, "STOCK", is_first=is_first, exports=exports)
+    assert bool(exported) == (is_first and exports and not dense_layers)
+
+
 def test_start_says_that_a_model_has_no_attention_layers(caplog):
     caplog.set_level("INFO", "flexmask.tests")
     Plain(num_layers=0).start((130, 400), CPU, torch.float32, "STOCK")

@@ -122,16 +122,21 @@ def options_of(*arguments, **options):
 DEFAULTS = options_of()
 
 
+def requested(params, read=DEFAULTS, ranks=1):
+    """The options of the first request that a front end gets."""
+    return request_options(params, SimpleNamespace(), read, ranks)
+
+
 def test_a_request_chooses_a_gamma_or_dense_attention():
     nothing = (None, {}, {"another": 1}, {"flexmask_dense": False}, {"flexmask_dense": 0}, {7: 1})
     # as other parameters of a request that are null
     for given in (*nothing, {"flexmask_gamma": None}, {"flexmask_dense": None}, {"flexmask_gamma": None, "flexmask_dense": None}):
-        assert request_options(given, DEFAULTS) is None
-    assert request_options({"flexmask_gamma": 0.5, "another": 1}, DEFAULTS) == RequestOptions(gamma=0.5)
+        assert requested(given) is None
+    assert requested({"flexmask_gamma": 0.5, "another": 1}) == RequestOptions(gamma=0.5)
     for no in (False, 0, None):
-        assert request_options({"flexmask_gamma": 1, "flexmask_dense": no}, DEFAULTS) == RequestOptions(gamma=1.0)
+        assert requested({"flexmask_gamma": 1, "flexmask_dense": no}) == RequestOptions(gamma=1.0)
     for true in (True, 1, 1.0):
-        assert request_options({"flexmask_dense": true, "flexmask_gamma": None}, DEFAULTS) == RequestOptions(dense=True)
+        assert requested({"flexmask_dense": true, "flexmask_gamma": None}) == RequestOptions(dense=True)
 
 
 def test_what_no_front_end_of_ours_has_read_is_no_option():
@@ -156,7 +161,7 @@ def test_prefixes_have_one_key_for_each_pair_of_options_and_the_client_s_key():
     assert (prefix_key(None, None), prefix_key("mine", None)) == (None, "mine")
     # engines know no difference
     assert prefix_key("", options[1]) == prefix_key(None, options[1])
-    assert request_options({"flexmask_gamma": 1}, DEFAULTS) == RequestOptions(gamma=1.0)
+    assert requested({"flexmask_gamma": 1}) == RequestOptions(gamma=1.0)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +179,28 @@ def test_prefixes_have_one_key_for_each_pair_of_options_and_the_client_s_key():
 )
 def test_bad_options_are_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
-        request_options(given, DEFAULTS)
+        requested(given)
+
+
+def test_the_front_end_reads_the_server_s_options_once_for_the_first_gamma():
+    holder, reads = SimpleNamespace(), []
+
+    def read():
+        reads.append(holder)
+        return DEFAULTS()
+
+    for params in (None, {"flexmask_dense": True}):
+        request_options(params, holder, read)
+    assert reads == []
+    for gamma in (0.5, 0.6):
+        assert request_options({"flexmask_gamma": gamma}, holder, read) == RequestOptions(gamma=gamma)
+    assert reads == [holder]
 
 
 def test_a_method_without_gamma_takes_none():
     with pytest.raises(ValueError, match="flexmask_gamma needs a method with gamma; this server runs 'causal'"):
-        request_options({"flexmask_gamma": 0.5}, options_of("causal"))
-    assert request_options({"flexmask_dense": True}, options_of("causal")) == RequestOptions(dense=True)
+        requested({"flexmask_gamma": 0.5}, options_of("causal"))
+    assert requested({"flexmask_dense": True}, options_of("causal")) == RequestOptions(dense=True)
 
 
 ONES, MIXED = [1.0] * 4, [1.0, 1.0, 1.0, 0.9]
@@ -211,11 +231,11 @@ def test_a_gamma_is_refused_where_the_server_s_own_keeps_a_layer_stock(options, 
     roles = [role_of_shape(shape, number, server.settings, rank, ranks) for number in range(4) for rank in range(ranks)]
     assert (Stock("every head keeps every block") in roles) == (stock is not None)
     if stock is None:
-        assert request_options({"flexmask_gamma": 0.5}, lambda: server, ranks) == RequestOptions(gamma=0.5)
+        assert requested({"flexmask_gamma": 0.5}, lambda: server, ranks) == RequestOptions(gamma=0.5)
         return
     with pytest.raises(ValueError, match=f"flexmask_gamma must be left out: by this server's settings layer {stock} runs stock"):
-        request_options({"flexmask_gamma": 0.5}, lambda: server, ranks)
-    assert request_options({"flexmask_dense": True}, lambda: server, ranks) == RequestOptions(dense=True)
+        requested({"flexmask_gamma": 0.5}, lambda: server, ranks)
+    assert requested({"flexmask_dense": True}, lambda: server, ranks) == RequestOptions(dense=True)
 
 
 def test_the_model_s_layers_are_counted_by_its_config():
@@ -224,4 +244,4 @@ def test_the_model_s_layers_are_counted_by_its_config():
     assert options_of_vllm({}, SimpleNamespace()).num_layers is None
     # without one, layers without options of their own are among the model's
     with pytest.raises(ValueError, match="layer 1 runs stock"):
-        request_options({"flexmask_gamma": 0.5}, options_of(gamma=1.0, layers={0: {"gamma": 0.5}}))
+        requested({"flexmask_gamma": 0.5}, options_of(gamma=1.0, layers={0: {"gamma": 0.5}}))

@@ -29,7 +29,7 @@ def server(prefill="flexmask", decode="fa3", **others):
     ("given", "message"),
     [
         ({"uses_mla": True}, "does not support multi-head latent attention"),
-        ({"decode": "flexmask"}, "'flexmask' must be the --prefill-attention-backend, beside another for decoding"),
+        ({"decode": "flexmask"}, "--decode-attention-backend must not be 'flexmask', which only prefills"),
         *(({name: True}, f"{name} must be off .* does not support {re.escape(feature)}") for name, feature in REFUSED.items()),
         ({"disaggregation_mode": "prefill"}, "disaggregation_mode must be off .* prefill/decode disaggregation"),
         ({"speculative_algorithm": "NGRAM"}, "speculative_algorithm must be off .* speculative decoding"),

@@ -105,9 +105,9 @@ TIE = 2**-5  # logits from 4 to 8 that are neighbours in bfloat16
 
 def choose_alike(one, other, tie):
     """True if two greedy answers part, if they do, where the first holds both tokens for as likely."""
-    for step, mine, its in zip(one["logprobs"], one["tokens"], other["tokens"], strict=True):
-        if mine != its:
-            return str(its) in step and step[str(mine)] - step[str(its)] <= tie
+    for step, mine, wanted in zip(one["logprobs"], one["tokens"], other["tokens"], strict=True):
+        if mine != wanted:
+            return str(wanted) in step and step[str(mine)] - step[str(wanted)] <= tie
     return True
 
 

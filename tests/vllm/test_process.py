@@ -86,7 +86,7 @@ def engine_with_layers(options, builders=None, is_latent=False):
     """Three layers, the first dense; what they start with is noted, and compiles nothing."""
     config = config_of({"dense_layers": [0], **options})
     engine = VLLMEngine(config)
-    engine.start, engine.reserve, engine.compile_reader, engine.counters.export = Mock(), Mock(), Mock(), Mock()
+    engine.start, engine.reserve, engine.compile_reader = Mock(), Mock(), Mock()
     engine.calling_layers = lambda: (SimpleNamespace,)
     for number, builder in enumerate(builders or [builder_class()] * 3):
         name = f"model.layers.{number}.attn"
@@ -99,9 +99,9 @@ def engine_with_layers(options, builders=None, is_latent=False):
 
 
 def started(engine):
-    """Largest call, dtype, kernel, rows of a chunk at least, and whether this rank logs."""
-    largest, _, dtype, kernel, policy, is_first = engine.start.call_args.args
-    return largest, dtype, kernel, policy.min_rows, is_first
+    """Largest call, dtype, kernel, rows of a chunk at least, and whether this rank logs and its stage exports the counters."""
+    largest, _, dtype, kernel, policy, is_first, exports = engine.start.call_args.args
+    return largest, dtype, kernel, policy.min_rows, is_first, exports
 
 
 @pytest.mark.parametrize(("device", "in_profile"), [("cpu", True), ("cuda", False), ("cuda", True)])
@@ -111,11 +111,10 @@ def test_everything_before_the_first_request_happens_once(device, in_profile):
         engine.prepare(torch.device(device), again)
     # the last 1,024 rows of 32,768 tokens, which are measured on a GPU while vLLM measures memory
     engine.start.assert_called_once()
-    assert started(engine) == ((1024, 32768), torch.float32, "STOCK", 1024, True)
+    assert started(engine) == ((1024, 32768), torch.float32, "STOCK", 1024, True, True)
     is_measured = (device, in_profile) == ("cuda", True)
     assert engine.reserve.mock_calls == [call((1024, 32768), torch.device(device), torch.float32)] * is_measured
     assert engine.compile_reader.mock_calls == [call(torch.device(device))] * (device == "cuda")
-    assert engine.counters.export.call_count == 1
     assert len(engine.sparse_layers) == 2
 
 
@@ -156,16 +155,17 @@ def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support
     engine = engine_with_layers({"min_rows": 1}, builders=[builder_class(decoded, support)] * 3, is_latent=True)
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
-    assert started(engine)[-2] == least
+    assert started(engine)[-3] == least
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_first"), [({"is_first_stage": False}, True), ({"rank": 1, "ranks": 2}, False)], ids=["stage", "rank"]
+    ("changes", "expected"),
+    [({"is_first_stage": False}, (True, False)), ({"rank": 1, "ranks": 2}, (False, True))],
+    ids=["stage", "rank"],
 )
-def test_one_stage_exports_the_counters_and_one_rank_logs(place, changes, is_first):
+def test_one_stage_exports_the_counters_and_one_rank_logs(place, changes, expected):
     """Metrics of processes are added up."""
     vars(place).update(changes)
     engine = engine_with_layers({})
     engine.prepare(torch.device("cpu"), False)
-    assert started(engine)[-1] == is_first
-    assert engine.counters.export.call_count == 0
+    assert started(engine)[-2:] == expected
