@@ -28,12 +28,12 @@ def rows_of(part: str, what: str, measure: str, folder: Path = FOLDER) -> pd.Dat
     return rows.assign(value=value, share=value / rows["fastest_value"].astype(float))
 
 
-def call_rows(folder: Path = FOLDER, backend: str = "flash") -> pd.DataFrame:
-    """Plain calls in blocks of 128 on the torch last used at their length, with the time of the fastest dense kernel."""
+def call_rows(folder: Path = FOLDER, backend: str = "flash", torch: str | None = None) -> pd.DataFrame:
+    """Plain calls in blocks of 128 with the time of the fastest dense kernel, on `torch`; None: last used at their length."""
     rows = rows_of("latency,equal error", "call", "eager_ms", folder)
     rows = rows[(rows["backend"] == backend) & rows["share"].notna() & ~rows["options"].str.contains("block_size")]
     last_used = rows.sort_values("date", kind="stable").groupby(["method", "tokens"])["torch"].transform("last")
-    return rows[rows["torch"] == last_used]
+    return rows[rows["torch"] == (last_used if torch is None else torch)]
 
 
 def speed_up(rows: pd.DataFrame, density: float) -> float:
