@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Number, is_off
+from flexmask.base.blocks import FloatOption, is_off
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.option_checks import check_max_budget
@@ -25,7 +25,7 @@ class _Steps(Protocol):
     """The method's own steps: `plain` or `kernels`."""
 
     def pattern_and_lines(
-        self, problem: BlockProblem, pattern: Any, index: Any, key_means: Tensor, gamma: Tensor, tau: Number, min_lines: int,
+        self, problem: BlockProblem, pattern: Any, index: Any, key_means: Tensor, gamma: Tensor, tau: FloatOption, min_lines: int,
         max_lines: int | None, /,
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
     def query_aware_blocks(
@@ -120,7 +120,7 @@ class FlexPrefill(Method):
 
     def select(self, problem: BlockProblem) -> Choice:
         shared_steps, gamma = problem.steps, problem.as_tensor(self.gamma, (problem.inputs.query.shape[1],))
-        tau: Number = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)
+        tau: FloatOption = self.tau if is_off(self.tau) else problem.as_tensor(self.tau)
         steps: _Steps = kernels if problem.by_kernels else plain
         size = problem.block_size
         min_lines = num_blocks(self.min_budget, size)

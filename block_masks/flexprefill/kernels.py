@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Number
+from flexmask.base.blocks import BlockProblem, FloatOption
 from flexmask.block_masks.flexprefill.pooled_map_kernel import query_aware_blocks as query_aware_blocks
 from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
@@ -146,8 +146,8 @@ def _pattern_kernel(
 
 
 def pattern_and_lines(
-    problem: BlockProblem, pattern: RepresentativeSums, index: RepresentativeSums, key_means: Tensor, gamma: Tensor, tau: Number,
-    min_lines: int, max_lines: int | None,
+    problem: BlockProblem, pattern: RepresentativeSums, index: RepresentativeSums, key_means: Tensor, gamma: Tensor,
+    tau: FloatOption, min_lines: int, max_lines: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Steps 2 and 3a in one launch, as `plain.pattern_and_lines`."""
     geometry, inputs, block_size, representative = problem.kernel_geometry, problem.inputs, problem.block_size, pattern.rows

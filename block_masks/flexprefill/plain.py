@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Number
+from flexmask.base.blocks import BlockProblem, FloatOption
 from flexmask.base.scores import masked_softmax, ranks, top_p, top_p_count
 from flexmask.base.selection import ChosenBlocks
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines
@@ -35,8 +35,8 @@ def _relative_entropy(p: Tensor, q: Tensor) -> Tensor:
 
 
 def pattern_and_lines(
-    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, key_means: Tensor, gamma: Tensor, tau: Number,
-    min_lines: int, max_lines: int | None,
+    problem: BlockProblem, pattern: RepresentativeMass, index: RepresentativeMass, key_means: Tensor, gamma: Tensor,
+    tau: FloatOption, min_lines: int, max_lines: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Steps 2 and 3a: True for query-aware heads, by `pattern`; their distances; the lines kept, by `index`.
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from flexmask._torch import HAS_TRITON
-from flexmask.base.blocks import Number
+from flexmask.base.blocks import FloatOption
 from flexmask.base.checks import check_bool, check_int
 from flexmask.base.head_groups import plain_bytes
 from flexmask.base.inputs import AttentionInputs
@@ -29,7 +29,7 @@ class _Steps(Protocol):
 
     def key_blocks(self, problem: BlockProblem, mass: Any, gamma: Any, multiple: float, /) -> Tensor: ...
     def row_blocks(
-        self, problem: BlockProblem, row_stride: int, gamma: Any, multiple: float, min_coverage: Number, /
+        self, problem: BlockProblem, row_stride: int, gamma: Any, multiple: float, min_coverage: FloatOption, /
     ) -> RowChoice: ...
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Number, is_off
+from flexmask.base.blocks import BlockProblem, FloatOption, is_off
 from flexmask.base.selection import ChosenBlocks
 from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, RowChoice
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage, squares_of_shares
@@ -32,7 +32,7 @@ def _threshold(gamma, gamma_bits, max_seen, head, batch, MULTIPLE: tl.constexpr,
     return tl.full([], MULTIPLE, tl.float64) * (left / tl.maximum(tl.load(max_seen + batch), 1).to(tl.float64))
 
 
-def _read(gamma: Number, problem: BlockProblem) -> tuple[Tensor, int, bool]:
+def _read(gamma: FloatOption, problem: BlockProblem) -> tuple[Tensor, int, bool]:
     """Gamma as kernels read it: a tensor by head, or the bits of a float64."""
     if isinstance(gamma, Tensor):
         return gamma, 0, True
@@ -64,7 +64,7 @@ def _key_blocks_kernel(
     tl.store(kept + head * num_kv_blocks + o_kv, m_keep.to(tl.int8), mask=m_kv)
 
 
-def key_blocks(problem: BlockProblem, mass: RepresentativeSums, gamma: Number, multiple: float) -> Tensor:
+def key_blocks(problem: BlockProblem, mass: RepresentativeSums, gamma: FloatOption, multiple: float) -> Tensor:
     """As `flexmask.block_masks.hybrid.plain.key_blocks`, int8; a number holds for all heads."""
     batch, num_heads, blocks, block_size, _ = mass.sums.shape
     kept = mass.sums.new_empty((1, batch, num_heads, blocks), dtype=torch.int8)
@@ -159,7 +159,9 @@ def _row_blocks_kernel(
                 tl.store(p_chosen + o_kv, m_stays.to(tl.int8), mask=o_kv < end)
 
 
-def row_blocks(problem: BlockProblem, row_stride: int, gamma: Number, multiple: float, min_coverage: Number) -> RowChoice:
+def row_blocks(
+    problem: BlockProblem, row_stride: int, gamma: FloatOption, multiple: float, min_coverage: FloatOption
+) -> RowChoice:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; blocks without visible pairs may be unwritten."""
     means = split_key_means(problem)
     squares, num_sampled = squares_of_shares(problem, means, row_stride)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexmask.base.blocks import BlockProblem, Number, is_off
+from flexmask.base.blocks import BlockProblem, FloatOption, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.selection import ChosenBlocks
 from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, split_into_blocks, valid_keys
@@ -83,7 +83,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: Number) -> RowChoice:
+def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: FloatOption) -> RowChoice:
     """The key blocks whose evidence reaches `multiple` units, `with_evidence_floor`; NaN reaches every threshold."""
     rows = row_evidence(problem, row_stride)
     evidence, threshold = rows.root_mean_square, (multiple * threshold_unit(problem, gamma))[..., None, None]

@@ -22,10 +22,10 @@ from flexmask.base.visibility import (
 )
 
 # a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
-Number = float | Tensor
+FloatOption = float | Tensor
 
 
-def is_off(option: Number) -> bool:
+def is_off(option: FloatOption) -> bool:
     """True for the number 0, which switches a step off; False for every tensor, whose value is not read."""
     return not isinstance(option, Tensor) and option == 0
 
