@@ -76,9 +76,9 @@ class Hip(Method):
             high = torch.stack([middle, high], -1).flatten(-2)
             index = ((low + high - 1) // 2).clamp(0, scores.shape[-1] - 1)
             value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
-            # empty halves last, even behind chunks of padding
-            order = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
-            best = order.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk_blocks].sort(dim=-1).values
+            # empty halves sort last, even after chunks of padding
+            sort_key = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
+            best = sort_key.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk_blocks].sort(dim=-1).values
             low, high = low.gather(-1, best), high.gather(-1, best)
         # an empty chunk marks one more column, which is cut off
         marked = torch.where(low < high, low, scores.shape[-1])

@@ -95,6 +95,6 @@ sparge_mask = mask_function("sparge", Sparge)
 
 
 def _similarity(x: Tensor, valid: Tensor, size: int) -> Tensor:
-    """Mean cosine of all pairs of a block's valid tokens (the squared mean unit vector), (batch, heads, num_blocks) float32."""
+    """Mean cosine of all pairs of a block's valid tokens: the mean unit vector's squared norm; (batch, heads, blocks) float32."""
     units = x / x.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return block_means(units, valid, size).square().sum(-1)

@@ -72,7 +72,7 @@ def attend_heads(
         return *dense_attention(inputs, return_lse), (True,) * len(dense_kv_heads)
     key_slices, queries_per_kv = _true_slices(dense_kv_heads), inputs.query.shape[1] // len(dense_kv_heads)
     query_slices = [slice(keys.start * queries_per_kv, keys.stop * queries_per_kv) for keys in key_slices]
-    # not for fewer heads: another number of them is another compilation
+    # all heads stay, the dense ones with empty lists: each number of heads would compile the kernel again
     sparse = selection.without_heads(query_slices) if key_slices else selection
     out, lse = _attend_to_blocks(inputs, sparse, backend, return_lse, last_rows)
     query, key, value = inputs.query, inputs.key, inputs.value

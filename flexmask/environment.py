@@ -126,11 +126,11 @@ def flash_features(device: torch.device | str) -> list[FlashReport]:
     device = torch.zeros((), device=device).device
     reports = []
     for feature, changes in FLASH_FEATURES.items() if flash_can_run(device) else ():
-        call = FlashKind(torch.bfloat16, 128, 128)._replace(**changes)
-        verdict = flash_verdict(call, device)
+        kind = FlashKind(torch.bfloat16, 128, 128)._replace(**changes)
+        verdict = flash_verdict(kind, device)
         assert verdict is not None
         reason = verdict.reason or verdict.lse_reason
-        served = "no" if verdict.reason else "auto" if auto_takes_flash(call) else "by name"
+        served = "no" if verdict.reason else "auto" if auto_takes_flash(kind) else "by name"
         reports.append(FlashReport(feature, served, None if reason else verdict.lse_factor, reason, verdict.seconds))
     return reports
 

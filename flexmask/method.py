@@ -35,8 +35,9 @@ class UnknownOption(TypeError):
 
 
 _OWN_MASK = (
-    " (causality, window= and attention_mask= are known; for a mask_mod of yours pass as method a function that returns a "
-    "BlockMask, which takes and_masks(mask.mask_mod, yours): docs/bring-your-own-kernel.md)"
+    " (causality, window= and attention_mask= are applied already. To add a mask_mod, pass method=f: f(query, key, ...) returns "
+    "a BlockMask with your mask_mod, whose blocks are all partial, because FlexAttention skips the mask_mod in full ones: "
+    "docs/bring-your-own-kernel.md)"
 )
 
 METHODS: dict[str, type[Method]] = {}

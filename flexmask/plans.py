@@ -51,7 +51,7 @@ class Plan:
     groups: tuple[GroupPlan, ...] = ()  # none: the whole call is dense attention
     break_even_density: float | None = None  # a KV head of a larger density runs dense
     offset: Tensor | None = None  # the offset of `PositionedInputs`
-    absent: Tensor | None = None  # (batch, 1, kv_len, 1) bool: keys that are no tokens
+    absent: Tensor | None = None  # (batch, 1, kv_len, 1) bool: keys that are not tokens
 
     def __repr__(self) -> str:
         method = f"{self.groups[0].selection.method.name}, " if self.groups else ""
@@ -205,7 +205,7 @@ def plan_call(
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
     dense_kv_heads, break_even_density = (False,) * inputs.key.shape[1], None
-    # in a surrounding compilation nothing orders what empties lists before what reads them
+    # while torch.compile traces, nothing would order the emptying of lists before the kernel that reads them
     if heads_may_be_dense and not inputs.needs_grad and not is_traced():
         dense_kv_heads, break_even_density = _dense_kv_heads(inputs, method, keeps_every_block)
     return _plan_in_groups(inputs, method, call_options, reason, return_lse, dense_kv_heads, break_even_density)
@@ -257,9 +257,9 @@ def _plan_in_groups(
         same_rows = next((plan.selection for plan in plans if plan.heads.batch_rows == group.batch_rows), None)
         group_method, group_inputs = method.slice_heads(group.query_heads), whole.slice_heads(group)
         prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
-        of_size = group_inputs.query.shape[:2]
-        if in_parts and of_size not in last_rows_by_size and not all(dense_kv_heads[group.kv_heads]):
-            last_rows_by_size[of_size] = last_rows_in_parts(group_inputs, method.block_size)
-        plans.append(GroupPlan(group, prepared, dense_kv_heads[group.kv_heads], last_rows_by_size.get(of_size)))
+        group_size = group_inputs.query.shape[:2]
+        if in_parts and group_size not in last_rows_by_size and not all(dense_kv_heads[group.kv_heads]):
+            last_rows_by_size[group_size] = last_rows_in_parts(group_inputs, method.block_size)
+        plans.append(GroupPlan(group, prepared, dense_kv_heads[group.kv_heads], last_rows_by_size.get(group_size)))
     absent = inputs.absent_keys()
     return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), break_even_density, whole.offset, absent)

@@ -31,14 +31,14 @@ _RUNS = 5
 
 
 class SelfTest(NamedTuple):
-    """The outcome of one case; `tolerance` bounds `difference` from above and `skipped` from below."""
+    """The outcome of one case; `tolerance` bounds `difference` from above and `unmasked_difference` from below."""
 
     method: str
     backend: str
     dtype: str
     density: float | None  # kept share of the visible blocks
     difference: float | None  # the largest from dense attention under the expanded mask
-    skipped: float | None  # from dense attention without it
+    unmasked_difference: float | None  # the largest from dense attention without the mask: large if blocks were dropped
     other_blocks: float | None  # share of the visible blocks in which the mask differs from that of PyTorch's steps on a CPU
     tolerance: float
     seconds: float
@@ -49,10 +49,10 @@ class SelfTest(NamedTuple):
         """True if the outputs agree under the mask, and differ without it, and in float32 the mask is that of a CPU."""
         return (
             self.difference is not None
-            and self.skipped is not None
+            and self.unmasked_difference is not None
             and self.other_blocks is not None
             and (self.other_blocks <= _OTHER_BLOCKS or self.dtype != "float32")
-            and self.difference <= self.tolerance < self.skipped  # NaN is neither
+            and self.difference <= self.tolerance < self.unmasked_difference  # NaN is neither
         )
 
 

@@ -48,10 +48,9 @@ class SelectionStats:
         float32: true attention of the representative rows held by the kept blocks (flexprefill, published, hybrid); 1 in dense
         calls.
     row_coverage
-        float32: attention of the sampled rows to key means that the kept blocks hold, mean over query blocks (hybrid). Not
-        bounded by `min_coverage`, which bounds a share of the root mean square R.
+        float32: attention of the sampled rows to key means that the kept blocks hold, mean over query blocks (hybrid).
     min_row_coverage
-        float32: the same in the query block where the kept blocks hold least (hybrid).
+        float32: the smallest row_coverage of any query block (hybrid). Not the option `min_coverage`, which bounds a share of R.
     dense_heads
         bool: the head ran dense; its other statistics stay those of its mask. True in dense calls.
     dense

@@ -94,8 +94,8 @@ def _check(mask: Any, message_start: str, inputs: AttentionInputs, block_size: i
         raise ValueError(f"{message_start} full_kv_num_blocks of kv_num_blocks' shape {shape}; got {full_shape}")
     for name, indices in (("kv_indices", mask.kv_indices), ("full_kv_indices", mask.full_kv_indices)):
         if indices is not None and tuple(indices.shape[:-1]) != shape:
-            of_rows = ", ".join(map(str, shape))
-            raise ValueError(f"{message_start} {name} of ({of_rows}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
+            row_shape = ", ".join(map(str, shape))
+            raise ValueError(f"{message_start} {name} of ({row_shape}, ..), as kv_num_blocks is; got {tuple(indices.shape)}")
 
 
 def with_constant_numbers(selection: Selection, backend: str) -> tuple[Selection, contextlib.AbstractContextManager[Any]]:

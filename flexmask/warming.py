@@ -37,7 +37,7 @@ def warmup(
     Compiled code is kept for the process and works for all lengths. It is compiled again for
 
     * other numbers of heads, head_dim, dtype, batch size, device, memory layout, scale or softcap,
-    * another method, or another value of an option that is no float; on accelerators once for a second window,
+    * another method, or another value of an option that is not a float; on accelerators once for a second window,
     * calls with padding, an offset or a window after calls without: a server of chunks and whole prompts warms up both ways,
     * another state of the program: gradients (here off), inference mode, autocast, default dtype and device, number of threads,
       deterministic algorithms, TF32,

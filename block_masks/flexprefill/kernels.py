@@ -22,7 +22,7 @@ def _estimate_kernel(
     key_means,  # float32
     representative, kv_edges,
     estimate,  # (batch, num_heads, num_kv_blocks) float32
-    query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_heads, num_kv_blocks, max_distance,
+    query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_heads, num_kv_blocks, distance_limit,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, QUERIES_PER_KV: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +45,7 @@ def _estimate_kernel(
         # the rule of blocks_seen_by_rows
         b_position = (first_position + o_row)[None, :]
         b_own = b_position // BLOCK_SIZE
-        m_visible = (o_kv[:, None] == b_own) | ((o_kv[:, None] < b_own) & (b_position - b_last_key < max_distance))
+        m_visible = (o_kv[:, None] == b_own) | ((o_kv[:, None] < b_own) & (b_position - b_last_key < distance_limit))
         b_seen = tl.maximum(b_seen, tl.max((m_visible & (o_row >= 0)[None, :]).to(tl.int32), 1))
     b_mean = b_total / tl.maximum(num_rows, 1).to(tl.float32)
     kv_head = batch * (num_heads // QUERIES_PER_KV) + (head % num_heads) // QUERIES_PER_KV
@@ -64,7 +64,7 @@ def estimated_scores(problem: BlockProblem, key_means: Tensor, representative: T
     estimate = key_means.new_empty((batch, num_heads, blocks))
     _estimate_kernel[(cdiv(blocks, 32), batch * num_heads)](
         query, key_means, representative, problem.kernel_geometry.kv_edges, estimate, *query.stride(), num_heads, blocks,
-        inputs.max_distance,
+        inputs.distance_limit,
         HEAD_DIM=head_dim, PADDED_DIM=max(16, next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         ROWS=min(64, block_size & -block_size), QUERIES_PER_KV=num_heads // num_kv_heads, TILE=32,
     )  # fmt: skip

@@ -20,8 +20,8 @@ _COLUMNS = 64
 
 @triton.jit
 def _scores(
-    b_q, k_means, o_kv, kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len, max_distance, scale, softcap,
-    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
+    b_q, k_means, o_kv, kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len, distance_limit, scale,
+    softcap, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
     """Pooled scores of a tile in powers of two; -inf where nothing is visible."""
     m_kv = o_kv < num_kv_blocks
@@ -34,7 +34,7 @@ def _scores(
     b_last_valid_key = tl.load(kv_edges + o_kv, mask=m_kv, other=0)[None, :]
     b_count = tl.load(kv_edges + 2 * num_kv_blocks + o_kv, mask=m_kv, other=0)
     b_score = b_score * 1.4426950408889634 + tl.log2(tl.maximum(b_count, 1).to(tl.float32))[None, :]
-    m_visible = sees(o_kv[None, :], b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
+    m_visible = sees(o_kv[None, :], b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, distance_limit, BLOCK_SIZE)
     return tl.where(m_visible & m_kv[None, :] & (b_count > 0)[None, :], b_score, float("-inf"))
 
 
@@ -42,7 +42,7 @@ def _scores(
 def _pooled_map_kernel(
     q_means, k_means, active, q_edges, kv_edges,
     values,  # float32
-    num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance, scale, softcap,
+    num_heads, num_q_blocks, num_kv_blocks, kv_len, distance_limit, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERIES_PER_KV: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
@@ -69,17 +69,17 @@ def _pooled_map_kernel(
             mask=m_q[:, None] & (o_dim < HEAD_DIM)[None, :],
             other=0.0,
         )
-        b_highest = tl.full([ROWS], float("-inf"), tl.float32)
+        b_max = tl.full([ROWS], float("-inf"), tl.float32)
         b_total = tl.zeros([ROWS], tl.float32)
         # computing the products again is cheaper than storing the scores
         for is_second in tl.static_range(2):
-            b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest)
+            b_base = tl.where(b_max == float("-inf"), 0.0, b_max)
             b_factor = 1.0 / tl.where(b_total == 0, 1.0, b_total)
             for start in range(0, end, COLUMNS):
                 o_kv = start + tl.arange(0, COLUMNS)
                 b_score = _scores(
                     b_q, p_k_means, o_kv, p_kv_edges, b_first_valid_row, b_last_valid_row, o_dim, num_kv_blocks, kv_len,
-                    max_distance, scale, softcap,
+                    distance_limit, scale, softcap,
                     HEAD_DIM=HEAD_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, HAS_TF32=HAS_TF32,
                 )  # fmt: skip
                 if is_second:
@@ -88,10 +88,10 @@ def _pooled_map_kernel(
                     p_values = values + (head * num_q_blocks + o_q)[:, None] * num_kv_blocks + o_kv[None, :]
                     tl.store(p_values, b_p, mask=m_q[:, None] & (o_kv[None, :] < b_end[:, None]))
                 else:
-                    b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
-                    b_higher_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-                    b_total = b_total * tl.exp2(b_highest - b_higher_base) + tl.sum(tl.exp2(b_score - b_higher_base[:, None]), 1)
-                    b_highest = b_higher
+                    b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
+                    b_new_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+                    b_total = b_total * tl.exp2(b_max - b_new_base) + tl.sum(tl.exp2(b_score - b_new_base[:, None]), 1)
+                    b_max = b_new_max
 
 
 def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def pooled_map(problem: BlockProblem, key_means: Tensor, active: Tensor) -> Tens
     padded_dim = max(16, next_power_of_2(head_dim))
     _pooled_map_kernel[(cdiv(num_q_blocks, _ROWS), batch * num_heads)](
         means, key_means, active, geometry.q_edges, geometry.kv_edges, values, num_heads, num_q_blocks, num_kv_blocks,
-        inputs.key.shape[2], inputs.max_distance, inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
+        inputs.key.shape[2], inputs.distance_limit, inputs.scale, 1.0 if inputs.softcap is None else inputs.softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=problem.block_size, QUERIES_PER_KV=num_heads // num_kv_heads,
         ROWS=_ROWS, COLUMNS=_COLUMNS if padded_dim <= 256 else _COLUMNS // 4, HAS_SOFTCAP=inputs.softcap is not None,
         # three products in TF32 are as exact as one in float32, and faster; not on AMD

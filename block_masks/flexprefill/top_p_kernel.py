@@ -16,7 +16,7 @@ BITS = 30  # values up to 1.0 have the bit pattern 0x3F800000, below 2**30
 def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
     """Keep the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
 
-    `values` points to `size` float32: negative is no candidate, NaN counts as 0, of equal values the lower index goes first.
+    `values` points to `size` float32: negative ones are not candidates, NaN counts as 0, of equal values the lower index wins.
     `kept` points to `size` int8. A `share` of 1 keeps every candidate up to the cap; the floor comes last.
     """
     DIGIT_BITS: tl.constexpr = 5  # of BITS

@@ -85,7 +85,7 @@ def _row_blocks_kernel(
     gamma_bits,  # of the float64
     chosen,  # int8
     min_coverage,  # float64, read if COVERAGE_IS_READ
-    num_heads, num_q_blocks, num_kv_blocks, max_distance,
+    num_heads, num_q_blocks, num_kv_blocks, distance_limit,
     coverage,  # min_coverage as a number
     MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_COVERAGE: tl.constexpr,
     COVERAGE_IS_READ: tl.constexpr, HALVINGS: tl.constexpr, SLACK: tl.constexpr,
@@ -97,7 +97,7 @@ def _row_blocks_kernel(
     map_row = batch_head * num_q_blocks + q_block
     p_q_edges = q_edges_of(q_edges, batch, num_q_blocks) + q_block
     end = tl.load(p_q_edges) // BLOCK_SIZE + 1
-    begin = tl.maximum(tl.load(p_q_edges + num_q_blocks) - max_distance, 0) // BLOCK_SIZE
+    begin = tl.maximum(tl.load(p_q_edges + num_q_blocks) - distance_limit, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.maximum(end - begin, 0), COLUMNS)
     p_squares = squares + map_row * num_kv_blocks
     p_chosen = chosen + map_row * num_kv_blocks
@@ -171,7 +171,7 @@ def row_blocks(
     is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
         squares, num_sampled, problem.kernel_geometry.q_edges, problem.kernel_geometry.max_seen, by_head, bits, chosen,
-        min_coverage if is_read else num_sampled, num_heads, num_q_blocks, num_kv_blocks, problem.inputs.max_distance,
+        min_coverage if is_read else num_sampled, num_heads, num_q_blocks, num_kv_blocks, problem.inputs.distance_limit,
         0.0 if is_read else float(min_coverage),
         MULTIPLE=float(multiple), BY_HEAD=gamma_is_read, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,
         HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read, HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,

@@ -23,7 +23,7 @@ _COLUMNS = 32
 
 @triton.jit
 def _scores(
-    b_q, means, first_kv, p_last_valid_key, p_count, b_position, m_row, o_dim, num_kv_blocks, max_distance, scale, to_log2,
+    b_q, means, first_kv, p_last_valid_key, p_count, b_position, m_row, o_dim, num_kv_blocks, distance_limit, scale, to_log2,
     softcap, IS_EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MEAN_PARTS: tl.constexpr, HAS_TF32: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,8 @@ def _scores(
         b_score += (tl.log2(b_count / BLOCK_SIZE) / to_log2)[None, :]
         b_last_valid_key = tl.load(p_last_valid_key + o_kv, mask=m_kv, other=0)[None, :]
         b_own = (b_position // BLOCK_SIZE)[:, None]
-        m_visible = (o_kv[None, :] == b_own) | ((o_kv[None, :] < b_own) & (b_position[:, None] - b_last_valid_key < max_distance))
+        m_reached = b_position[:, None] - b_last_valid_key < distance_limit
+        m_visible = (o_kv[None, :] == b_own) | ((o_kv[None, :] < b_own) & m_reached)
         b_score = tl.where(m_visible & m_row[:, None] & m_kv[None, :], b_score, float("-inf"))
     return b_score, o_kv
 
@@ -66,7 +67,7 @@ def _evidence_kernel(
     keep,  # bool, read if MEASURE
     in_kept,  # (batch, num_heads, num_q_blocks) float32, written if MEASURE: attention in kept blocks; -1 without rows
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, num_kv_heads, q_len, kv_len, num_q_blocks,
-    num_kv_blocks, max_distance, scale, softcap,
+    num_kv_blocks, distance_limit, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_STRIDE: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr, HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, MEAN_PARTS: tl.constexpr, HAS_TF32: tl.constexpr,
@@ -113,31 +114,31 @@ def _evidence_kernel(
     o_out = (kv_head * QUERIES_PER_KV + o_head) * num_q_blocks + o_q
     first_row = tl.load(p_q_edges + num_q_blocks + first_q_block)
     last_row = first_row + Q_BLOCKS * BLOCK_SIZE - 1
-    begin = tl.maximum(first_row - max_distance, 0) // BLOCK_SIZE
+    begin = tl.maximum(first_row - distance_limit, 0) // BLOCK_SIZE
     tiles = tl.cdiv(tl.max(b_end, 0) - begin, COLUMNS)
     # inner tiles: key blocks that are whole, before every row and in every row's window
     whole_end = first_row // BLOCK_SIZE
     if HAS_ATTENTION_MASK | (tl.min((m_row | (o_head_of_row >= QUERIES_PER_KV)).to(tl.int32), 0) == 0):
         whole_end = 0
-    whole_begin = tl.cdiv(tl.maximum(last_row - max_distance + 1, 0), BLOCK_SIZE)
+    whole_begin = tl.cdiv(tl.maximum(last_row - distance_limit + 1, 0), BLOCK_SIZE)
     first_inner = tl.minimum(tl.cdiv(tl.maximum(whole_begin - begin, 0), COLUMNS), tiles)
     inner_tiles = tl.maximum(whole_end - begin - first_inner * COLUMNS, 0) // COLUMNS
 
-    b_highest = tl.full([MAP_ROWS * ROWS], float("-inf"), tl.float32)
+    b_max = tl.full([MAP_ROWS * ROWS], float("-inf"), tl.float32)
     b_total = tl.zeros([MAP_ROWS * ROWS], tl.float32)
     b_in_kept = tl.zeros([MAP_ROWS], tl.float32)
     # squares, or the shares themselves
     POWER: tl.constexpr = 1 if MEASURE else 2
     # computing the products again is cheaper than storing the scores
     for is_second in tl.static_range(2):
-        b_base = tl.where(b_highest == float("-inf"), 0.0, b_highest * to_log2)
+        b_base = tl.where(b_max == float("-inf"), 0.0, b_max * to_log2)
         b_log_total = b_base + tl.log2(tl.where(b_total == 0, 1.0, b_total))
         for is_edge in tl.static_range(2):
             for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
                 index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
                 b_score, o_kv = _scores(
                     b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
-                    num_kv_blocks, max_distance, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
+                    num_kv_blocks, distance_limit, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
                     PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, MEAN_PARTS=MEAN_PARTS,
                     HAS_TF32=HAS_TF32,
                 )  # fmt: skip
@@ -151,11 +152,11 @@ def _evidence_kernel(
                     else:
                         tl.store(squares + o_map, b_by_map_row, mask=m_kv)
                 else:
-                    b_higher = tl.maximum(b_highest, tl.max(b_score, 1))
-                    b_higher_base = tl.where(b_higher == float("-inf"), 0.0, b_higher * to_log2)
-                    b_total = b_total * tl.exp2(b_highest * to_log2 - b_higher_base)
-                    b_total += tl.sum(tl.exp2(b_score * to_log2 - b_higher_base[:, None]), 1)
-                    b_highest = b_higher
+                    b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
+                    b_new_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max * to_log2)
+                    b_total = b_total * tl.exp2(b_max * to_log2 - b_new_base)
+                    b_total += tl.sum(tl.exp2(b_score * to_log2 - b_new_base[:, None]), 1)
+                    b_max = b_new_max
     if MEASURE:
         b_mean = tl.where(b_num_sampled > 0, b_in_kept / tl.maximum(b_num_sampled, 1).to(tl.float32), -1.0)
         tl.store(in_kept + o_out, b_mean, mask=m_map_row)
@@ -203,7 +204,7 @@ def _launch(problem: BlockProblem, means: Tensor, row_stride: int, **tensors: Te
     _evidence_kernel[(cdiv(num_q_blocks, q_blocks), batch * num_kv_heads * cdiv(queries_per_kv, heads))](
         query, means, any_tensor if mask is None else mask, geometry.q_edges, geometry.kv_edges,
         *(tensors.get(name, any_tensor) for name in ("squares", "num_sampled", "keep", "in_kept")),
-        *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.max_distance,
+        *query.stride(), num_kv_heads, q_len, inputs.key.shape[2], num_q_blocks, num_kv_blocks, inputs.distance_limit,
         inputs.scale, 1.0 if softcap is None else softcap,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, ROW_STRIDE=row_stride, QUERIES_PER_KV=queries_per_kv,
         HEADS=heads, Q_BLOCKS=q_blocks, ROWS=rows, COLUMNS=columns, STAGES=stages,

@@ -71,7 +71,7 @@ def check_shape(name: str, tensor: Tensor, layout: str) -> None:
 
 
 def is_integer(tensor: Tensor) -> bool:
-    """True for a tensor of integers; bool is none."""
+    """True for an integer tensor; bool does not count."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 

@@ -48,8 +48,8 @@ class AttentionInputs(NamedTuple):
     out: Tensor | None = None  # (batch, num_heads, q_len, v_head_dim), for a kernel that can write its output into it
 
     @property
-    def max_distance(self) -> int:
-        """Tokens between a row and a key that no visible pair reaches: the window, at most kv_len."""
+    def distance_limit(self) -> int:
+        """Exclusive upper bound of position - k in visible pairs: the window, at most kv_len."""
         kv_len = self.key.shape[2]
         return kv_len if self.window is None else min(self.window, kv_len)
 
@@ -80,7 +80,7 @@ class AttentionInputs(NamedTuple):
         return self.with_fields(**sliced)
 
     def absent_keys(self) -> Tensor | None:
-        """Keys that are no tokens, (batch, 1, kv_len, 1) bool; None: there are none."""
+        """Keys that are not tokens, (batch, 1, kv_len, 1) bool; None: all are tokens."""
         absent = None if self.attention_mask is None else ~self.attention_mask
         if self.offset is not None:
             end = cast(Tensor, self.end).unsqueeze(-1)
@@ -91,7 +91,7 @@ class AttentionInputs(NamedTuple):
     def for_attention(self) -> PositionedInputs:
         """The inputs of attention, detached unless gradients are needed.
 
-        Absent keys and values are set to zero, because 0 * NaN is NaN, in outputs and in gradients.
+        Values of absent keys are set to zero, because 0 * NaN is NaN; if gradients are needed, so are those keys and padded rows.
         """
         return self.for_attention_with(self.with_offset().offset, self.absent_keys())
 

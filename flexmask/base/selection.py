@@ -59,14 +59,14 @@ def listed_blocks(counts: Tensor, indices: Tensor, num_kv_blocks: int) -> Tensor
 
 
 class ChosenBlocks(NamedTuple):
-    """Blocks that rows choose."""
+    """A map of chosen blocks, before lines and the blocks kept always are added, and the heads that have one."""
 
     chosen: Tensor  # (batch, num_heads, num_q_blocks, num_kv_blocks), bool in plain steps, int8 in kernels; nonzero: chosen
     active_heads: Tensor | None = None  # (batch, num_heads) bool: heads that choose blocks; None: all
 
 
 class Selection(NamedTuple):
-    """The blocks that a method keeps in one call, and how its mask is made of them."""
+    """The result of a method's run: the choice's lists and map, computed statistics, and what the mask_mod needs."""
 
     lists: BlockLists  # for num_heads heads, or 1 where all share them
     # (batch, num_heads or 1, num_q_blocks, num_kv_blocks) bool, in the mask_mod too; None: that holds visibility only
@@ -94,7 +94,7 @@ _FIELDS = Selection._fields
 
 
 class Choice(NamedTuple):
-    """The blocks that a method keeps."""
+    """The result of `Method.select`: lists, map, and functions for the statistics that lists do not give."""
 
     lists: BlockLists
     keep: Tensor | None  # (batch, num_heads, num_q_blocks, num_kv_blocks) bool

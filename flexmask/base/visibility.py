@@ -103,7 +103,7 @@ def block_visibility(tokens: TokenValidity, block_size: int, window: int | None)
     first_key = kv_block * block_size
     last_key = (first_key + block_size).clamp(max=kv_len) - 1
     keys_whole = valid_keys(tokens, block_size) == last_key + 1 - first_key
-    max_distance = kv_len if window is None else min(window, kv_len)  # which no visible pair reaches
+    distance_limit = kv_len if window is None else min(window, kv_len)  # which no visible pair reaches
 
     # a column for each query block
     first_slot = torch.arange(num_blocks(q_len, block_size), device=device) * block_size
@@ -117,7 +117,7 @@ def block_visibility(tokens: TokenValidity, block_size: int, window: int | None)
     rows_whole = row_valid.sum(-1, keepdim=True) == last_row + 1 - first_row
 
     stands_in = (kv_block == first_valid_row // block_size) | (kv_block == last_valid_row // block_size)
-    reaches = first_valid_row - last_valid_keys(tokens, block_size).unsqueeze(-2) < max_distance
+    reaches = first_valid_row - last_valid_keys(tokens, block_size).unsqueeze(-2) < distance_limit
     full = rows_whole & keys_whole.unsqueeze(-2) & (last_key <= first_row)
     if window is not None:
         full = full & (last_row - first_key < window)

@@ -28,21 +28,19 @@ def doctor(
         str | None, typer.Argument(metavar="MODEL", help="Also forecast each layer of this model.", show_default=False)
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Prompt length to forecast the layers for.")] = 32768,
-    run_self_test: Annotated[
-        bool | None,
-        typer.Option(
-            "--self-test/--skip-self-test",
-            help="Also time attention and print a report for an issue; --skip-self-test runs no self-test and no check of FLASH.",
-            show_default=False,
-        ),
-    ] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Also time attention, and print everything found to paste into an issue.")
+    ] = False,
+    skip_self_test: Annotated[
+        bool, typer.Option("--skip-self-test", help="Run neither the self-test nor the check of FLASH.")
+    ] = False,
 ) -> None:
     """Check this machine, and a model without its weights.
 
     Shows device, versions, backends and known problems. A self-test compares compiled sparse attention with dense attention under
-    its mask, and masks with those of a CPU. With --self-test it also times attention, and prints all of it to paste into an
-    issue. Where FlexAttention's FLASH kernel can run, a check shows what it supports. With a MODEL it also forecasts each
-    layer (sparse, dense or refused), from the model's config.
+    its mask, and masks with those of a CPU. Where FlexAttention's FLASH kernel can run, a check shows what it supports. With
+    --report it also times attention, and prints everything to paste into an issue. With a MODEL it also forecasts each layer
+    (sparse, dense or refused), from the model's config.
 
     Exits with 1 if the self-test fails, a problem stops attention, or the model is refused.
     """
@@ -65,7 +63,7 @@ def doctor(
     }
     _show_machine(output, document)
     bad = any(issue.severity == "error" for issue in known)
-    if run_self_test is not False:
+    if not skip_self_test:
         document |= _tested(output, where)
         bad = bad or not all(test["passed"] for test in document["self_test"])
     if config is not None:
@@ -76,12 +74,12 @@ def doctor(
         document["model"], document["layers"] = about, [layer._asdict() for layer in forecasts]
         _show_layers(output, about, forecasts)
         bad = bad or refused is not None or any(layer.outcome == "refused" for layer in forecasts)
-    if run_self_test:
+    if report:
         document |= _timed(output, where)
     document["ok"] = not bad
     well = "No problem found." if unknown is None else "No problem found; the model's layers are unknown."
     output.line("", "A problem was found." if bad else well)
-    if run_self_test:
+    if report:
         output.line("", "To paste into an issue:", "", "```", *_for_an_issue(document), "```")
     output.result(document)
     if bad:

@@ -49,10 +49,10 @@ def conclusion(document: dict[str, Any]) -> str:
         return f"{start}nothing to gain; {reason}"
     (least, most), where = document["ratios"], f"at density {document['density']:.0%}"
     if least >= MIN_GAIN:
-        return f"{start}the first token comes {document['ratio']:.2f} times as fast {where}"
+        return f"{start}time to first token improves {document['ratio']:.2f}x {where}"
     if most >= MIN_GAIN:
-        times = f"{least:.2f} to {most:.2f} times as fast {where}, from run to run"
-        return f"{start}inconclusive; the first token comes {times}. Repeat it on a quiet machine"
+        runs = f"{least:.2f}x to {most:.2f}x {where}, depending on the run"
+        return f"{start}inconclusive; time to first token improves {runs}. Repeat it on a quiet machine"
     return f"{start}nothing to gain; the first token comes less than 5% sooner {where}"
 
 
@@ -65,7 +65,7 @@ def _show(output: Output, document: dict[str, Any]) -> None:
         dense, sparse = (f"{document[f'{name}_seconds']:.3g} s" for name in ("dense", "sparse"))
         rows = [[f"dense ({document['dense']})", "100%", dense, "", ""]]
         rows += [[document["settings"]["method"], f"{document['density']:.1%}", sparse, f"{document['ratio']:.2f}x", ratios]]
-        output.table(["attention", "density", "first token", "as fast", "from run to run"], rows)
+        output.table(["attention", "density", "time to first token", "speed-up", "range over runs"], rows)
         change = f"|Δ log p| {error['log_prob_change']:.3f}, loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f}"
         more = error["loss_sparse"] - error["loss_dense"]
         output.line("", f"Error on this prompt, over {error['tokens']:,} tokens: {change} ({more:+.3f})")

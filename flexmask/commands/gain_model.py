@@ -71,7 +71,7 @@ def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettin
 def _measured(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, planned: int, max_seconds: float, output: Output
 ) -> dict[str, Any]:
-    """Measure prefills in turns; the first of each is not timed if there are others. If every layer runs dense, measure one."""
+    """Measure prefills in turns; times leave out the first round unless it is the only one. One prefill if all runs dense."""
     rounds: list[tuple[float, float]] = []  # seconds, sparse and dense
     begin, num_prefills = time.perf_counter(), 2 * planned
     for number in range(planned):
@@ -98,8 +98,10 @@ def _measured(
     timed = rounds[1:] or rounds
     if len(rounds) < planned:
         output.remark(f"Slower than planned: the other {planned - len(rounds)} of {planned} rounds are left out.")
-    ratios = sorted(whole / part for part, whole in timed)
-    seconds = {"sparse_seconds": median(part for part, _ in timed), "dense_seconds": median(whole for _, whole in timed)}
+    ratios = sorted(dense_s / sparse_s for sparse_s, dense_s in timed)
+    seconds = {
+        name: median(times) for name, times in zip(("sparse_seconds", "dense_seconds"), zip(*timed, strict=True), strict=True)
+    }
     times = {**seconds, "ratio": seconds["dense_seconds"] / seconds["sparse_seconds"], "ratios": [ratios[0], ratios[-1]]}
     losses = {"loss_dense": -float(dense.mean()), "loss_sparse": -float(sparse.mean())}
     error = {"tokens": len(dense), "log_prob_change": float((sparse - dense).abs().mean()), **losses}

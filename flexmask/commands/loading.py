@@ -63,10 +63,10 @@ def _check_weights(model: str, kind: str, found: dict[str, Any], output: Output)
     # an entry is a key, or in release 4 a key with its two shapes
     other = sorted(entry if isinstance(entry, str) else entry[0] for entry in found["mismatched_keys"])
     instead = f"it has {_listed(unexpected)}, which {kind} does not use" if unexpected else ""
-    for keys, how in ((missing, "lacks"), (other, "has in another shape")):
+    for keys, how in ((missing, "lacks"), (other, "has the wrong shape for")):
         if keys:
-            of_random = f"it {how} {_listed(keys)} of {kind}, which would be random"
-            raise CommandError("; ".join(filter(None, (f"cannot load {model}: {of_random}", instead))))
+            problem = f"the checkpoint {how} {_listed(keys)} of {kind}; such weights would be random"
+            raise CommandError("; ".join(filter(None, (f"cannot load {model}: {problem}", instead))))
     if instead:
         output.remark(f"{model}: {instead}")
 

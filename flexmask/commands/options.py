@@ -91,8 +91,8 @@ class Common(NamedTuple):
         """Settings by name: the flags that were given, and NAME=VALUE pairs, whose values are JSON or strings."""
         by_name = {name: getattr(self, name) for name in _FLAGS if getattr(self, name) is not None}
         for pair in self.option or ():
-            name, given, value = (part.strip() for part in pair.partition("="))
-            if not given or not name:
+            name, equals, value = (part.strip() for part in pair.partition("="))
+            if not equals or not name:
                 usage_error(f"must be NAME=VALUE; got {pair!r}", "--option")
             if name in by_name:
                 usage_error(f"{name} is given twice", "--option")

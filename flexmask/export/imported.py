@@ -83,7 +83,7 @@ def from_block_map(
     inputs = inputs_of_mask(block_map, (q_len, kv_len), window, attention_mask, offset)
     problem, keep = block_problem(inputs, block_size, plain), block_map != 0
     unseen = keep & ~problem.visible
-    _refuse_first(unseen, "keeps key block {3} for query block {2} of head {1}, prompt {0}, which no row sees")
+    _refuse_first(unseen, "keeps key block {3}, which no row of query block {2} sees (head {1}, prompt {0})")
     lost = problem.diagonal_blocks & problem.visible & ~keep & keep.any(-1, keepdim=True)
     _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
     lists = block_lists(keep, problem.visibility.full.expand(batch, -1, -1))

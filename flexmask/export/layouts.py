@@ -77,8 +77,8 @@ def to_bsr(mask: BlockMask, *, head: int = 0, batch_index: int = 0, with_pairs: 
         exists = (q_idx < q_len) & (kv_idx < kv_len)
         # a mask_mod cannot be called for rows and keys past the end
         inside = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
-        prompt, of_head = (torch.full_like(q_idx, number) for number in (batch_index, head))
-        pairs = mask.mask_mod(prompt, of_head, *inside) & exists
+        prompt, head_index = (torch.full_like(q_idx, number) for number in (batch_index, head))
+        pairs = mask.mask_mod(prompt, head_index, *inside) & exists
     return BsrBlocks(indptr, kv_block.to(torch.int32), pairs, (kept.shape[0] * size, kept.shape[1] * size), size)
 
 

@@ -93,12 +93,12 @@ def chosen_backend(
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
     needs_lse = return_lse or inputs.sinks is not None
-    call = FlashKind.of(inputs, block_size, shared)
+    flex_kind = FlashKind.of(inputs, block_size, shared)
     if backend == "flash":
-        _check_flash_by_name(call, device, capability, needs_lse)
-    elif capability != _HOPPER or is_dense or not flash_available() or not auto_takes_flash(call):
+        _check_flash_by_name(flex_kind, device, capability, needs_lse)
+    elif capability != _HOPPER or is_dense or not flash_available() or not auto_takes_flash(flex_kind):
         return Backend("triton")
-    kinds = [call]
+    kinds = [flex_kind]
     if not has_mask_mod and needs_no_mask_mod(inputs, block_size):
         kinds.insert(0, FlashKind.of(inputs, block_size, shared, direct=True))
     for kind in kinds:
@@ -118,7 +118,7 @@ def chosen_backend(
     )
 
 
-def _check_flash_by_name(call: FlashKind, device: torch.device, capability: int, needs_lse: bool) -> None:
+def _check_flash_by_name(kind: FlashKind, device: torch.device, capability: int, needs_lse: bool) -> None:
     """Refuse what FLASH cannot do here, whatever its check would find."""
     reasons = []
     if device.type != "cuda":
@@ -129,9 +129,9 @@ def _check_flash_by_name(call: FlashKind, device: torch.device, capability: int,
         )
     elif capability != _HOPPER and capability not in _BLACKWELL:
         reasons.append(f"it needs a Hopper or Blackwell GPU of compute capability 9, 10 or 11 (got {capability})")
-    if call.dtype == torch.float32:
+    if kind.dtype == torch.float32:
         reasons.append("it needs float16 or bfloat16 (got float32)")
-    if needs_lse and call.needs_grad:
+    if needs_lse and kind.needs_grad:
         reasons.append(f"{NO_LSE_GRADIENT}, which return_lse and sinks need")
     if reasons:
         raise ValueError('backend="flash" cannot run here: ' + "; ".join(reasons))
@@ -148,12 +148,12 @@ def _check_flash_by_name(call: FlashKind, device: torch.device, capability: int,
         )
 
 
-def auto_takes_flash(call: FlashKind) -> bool:
+def auto_takes_flash(kind: FlashKind) -> bool:
     """True if "auto" takes FLASH for such calls, where its check finds them right; other calls must name it."""
-    dims = call.head_dim, call.v_head_dim
+    dims = kind.head_dim, kind.v_head_dim
     in_rows_of_16_bytes = dims[0] % 8 == 0 and dims[1] % 8 == 0
     is_fast = (dims[0] <= 192 and dims[1] <= 128) or dims == (256, 256)
-    return call.dtype != torch.float32 and call.block_size == 128 and is_fast and in_rows_of_16_bytes and not call.needs_grad
+    return kind.dtype != torch.float32 and kind.block_size == 128 and is_fast and in_rows_of_16_bytes and not kind.needs_grad
 
 
 def _check_sparse(inputs: AttentionInputs, return_lse: bool) -> None:

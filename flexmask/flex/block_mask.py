@@ -25,10 +25,10 @@ def visible_mask_mod(inputs: PositionedInputs) -> MaskMod:
 
     Attention is compiled once per ``__name__``, which names the kind of inputs and no values.
     """
-    window, token = inputs.window, inputs.attention_mask
-    name = f"visible(window={window is not None}, padded={token is not None}, shifted={inputs.offset is not None})"
+    window, attention_mask = inputs.window, inputs.attention_mask
+    name = f"visible(window={window is not None}, padded={attention_mask is not None}, shifted={inputs.offset is not None})"
     offset = None if inputs.offset is None else captured(inputs.offset)
-    valid = None if token is None else captured(token)
+    valid = None if attention_mask is None else captured(attention_mask)
     reach = None if window is None else captured_number(window, inputs.key.shape[0], inputs.key.device)
 
     def visible(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -130,13 +130,13 @@ def block_mask(inputs: PositionedInputs, selection: Selection) -> BlockMask:
 def parts_of(mask: BlockMask) -> MaskParts | None:
     """The parts from which `block_mask` made `mask`; None if it was changed, or was made otherwise or in a compilation."""
     origin = getattr(vars(mask).get("__reduce_ex__"), "__self__", None)
-    return origin.parts if isinstance(origin, _MaskOrigin) and origin.owner() is mask and origin.is_still(mask) else None
+    return origin.parts if isinstance(origin, _MaskOrigin) and origin.mask_ref() is mask and origin.is_still(mask) else None
 
 
 class _MaskOrigin(NamedTuple):
     """The parts from which `block_mask` made a mask, and the mask."""
 
-    owner: weakref.ref[BlockMask]  # the mask
+    mask_ref: weakref.ref[BlockMask]  # the mask
     mask_mod: MaskMod
     parts: MaskParts
 
@@ -147,23 +147,23 @@ class _MaskOrigin(NamedTuple):
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The mask on `device`, with its mask_mod's tensors, which BlockMask's own method leaves behind."""
-        mask = self.owner()  # None for ``flexprefill_mask(...).to(device)``
+        mask = self.mask_ref()  # None for ``flexprefill_mask(...).to(device)``
         if mask is not None and not self.is_still(mask):
             return BlockMask.to(mask, device)
-        return _unpickled(*tree_map_only(Tensor, lambda tensor: tensor.to(device), tuple(self.parts)))
+        return _rebuilt(*tree_map_only(Tensor, lambda tensor: tensor.to(device), tuple(self.parts)))
 
     def pickled(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Parts from which pickle and deepcopy rebuild the mask, whose mask_mod is a closure."""
-        mask = self.owner()
+        mask = self.mask_ref()
         assert mask is not None
         if self.is_still(mask):
-            return _unpickled, tuple(self.parts)
+            return _rebuilt, tuple(self.parts)
         # changed since: as any BlockMask
         state = {name: value for name, value in vars(mask).items() if name not in ("__reduce_ex__", "to")}
         return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
 
 
-def _unpickled(
+def _rebuilt(
     selection: Selection, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
 ) -> BlockMask:
     """`block_mask` from its parts."""

@@ -50,12 +50,12 @@ def flash_attention(
             inputs, lists if last_rows is None else without_last_rows(lists, last_rows), block_size, needs_lse, lse_factor
         )
         if last_rows is not None:
-            of_copies = inputs.with_fields(query=copies(inputs.query, last_rows), out=None)
-            part_out, part_lse = _forward(of_copies, last_rows.lists, block_size, True, lse_factor)
+            copied_inputs = inputs.with_fields(query=copies(inputs.query, last_rows), out=None)
+            part_out, part_lse = _forward(copied_inputs, last_rows.lists, block_size, True, lse_factor)
             assert part_lse is not None
             rows = slice(-last_rows.rows, None)
-            of_rows = out[:, :, rows], None if lse is None else lse[:, :, rows]
-            join_parts(split_copies(part_out, last_rows), split_copies(part_lse, last_rows), *of_rows)
+            last_out_and_lse = out[:, :, rows], None if lse is None else lse[:, :, rows]
+            join_parts(split_copies(part_out, last_rows), split_copies(part_lse, last_rows), *last_out_and_lse)
     if inputs.sinks is not None and lse is not None:
         out = with_sinks(out, lse, inputs.sinks)
     return out, lse if return_lse else None
@@ -73,7 +73,7 @@ def _forward(
         softmax_scale=inputs.scale,
         causal=True,
         # a window beyond the first key could leave int32
-        window_size_left=None if inputs.window is None else inputs.max_distance - 1,
+        window_size_left=None if inputs.window is None else inputs.distance_limit - 1,
         block_sparse_tensors=BlockSparseTensorsTorch(*lists, block_size=(block_size, block_size)),
         return_lse=return_lse,
         out=None if inputs.out is None or not _has_rows_of_16_bytes(inputs.out) else inputs.out.transpose(1, 2),

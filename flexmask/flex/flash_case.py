@@ -64,36 +64,36 @@ class FlashKind(NamedTuple):
 _SOFTCAP = 5.0
 
 
-def flash_case(call: FlashKind, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
+def flash_case(kind: FlashKind, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
     """Inputs of a kind of call with eight blocks of keys and a part of one, and their mask.
 
     Also the visible pairs, (batch, 1, q_len, kv_len) bool, and those in listed blocks, (batch, num_heads or 1, q_len, kv_len).
     """
-    size, with_gradients = call.block_size, call.needs_grad
+    size, with_gradients = kind.block_size, kind.needs_grad
     kv_len = 8 * size + 44
-    window = 4 * size + 30 if call.has_window_or_offset else None
+    window = 4 * size + 30 if kind.has_window_or_offset else None
     # one kernel of direct calls serves every offset
-    offset = 3 * size + 20 if call.has_window_or_offset or call.direct else 0
-    batch, q_len = 2 if call.has_padding else 1, kv_len - offset
-    token = None
-    if call.has_padding:
-        token = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
+    offset = 3 * size + 20 if kind.has_window_or_offset or kind.direct else 0
+    batch, q_len = 2 if kind.has_padding else 1, kv_len - offset
+    padding_mask = None
+    if kind.has_padding:
+        padding_mask = torch.ones(batch, kv_len, dtype=torch.bool, device=device)
         # no token of the first query block, and a part of the last block's
-        token[0, : offset + size + 9] = False
-        token[1, kv_len - 11 :] = False
-    dtype, kv_heads = call.dtype, 2 if call.queries_per_kv <= 16 else 1  # memory
-    heads = kv_heads * call.queries_per_kv
-    query = 3 * normal_numbers((batch, heads, q_len, call.head_dim), 0, dtype, device)
-    key = normal_numbers((batch, kv_heads, kv_len, call.head_dim), 1, dtype, device)
-    value = normal_numbers((batch, kv_heads, kv_len, call.v_head_dim), 2, dtype, device)
+        padding_mask[0, : offset + size + 9] = False
+        padding_mask[1, kv_len - 11 :] = False
+    dtype, kv_heads = kind.dtype, 2 if kind.queries_per_kv <= 16 else 1  # memory
+    heads = kv_heads * kind.queries_per_kv
+    query = 3 * normal_numbers((batch, heads, q_len, kind.head_dim), 0, dtype, device)
+    key = normal_numbers((batch, kv_heads, kv_len, kind.head_dim), 1, dtype, device)
+    value = normal_numbers((batch, kv_heads, kv_len, kind.v_head_dim), 2, dtype, device)
     for tensor in (query, key, value):
         tensor.requires_grad_(with_gradients)
-    scale, softcap = call.head_dim**-0.5, _SOFTCAP if call.has_softcap else None
-    inputs = AttentionInputs(query, key, value, scale, softcap, window, token, needs_grad=with_gradients).with_offset()
+    scale, softcap = kind.head_dim**-0.5, _SOFTCAP if kind.has_softcap else None
+    inputs = AttentionInputs(query, key, value, scale, softcap, window, padding_mask, needs_grad=with_gradients).with_offset()
 
     tokens = inputs.tokens()
     visibility = block_visibility(tokens, size, window)
-    keep = _kept(visibility.visible.shape, 1 if call.shared else heads, offset // size, device)
+    keep = _kept(visibility.visible.shape, 1 if kind.shared else heads, offset // size, device)
     mask = block_mask(inputs, Selection(block_lists(keep & visibility.visible[:, None], visibility.full), None, {}, size))
     visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]

@@ -56,16 +56,16 @@ def _directly(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tup
     return flash_attention(inputs, lists, mask.BLOCK_SIZE[0], return_lse)
 
 
-def check_flash(call: FlashKind, device: torch.device, kernel: Kernel | None = None) -> Verdict:
+def check_flash(kind: FlashKind, device: torch.device, kernel: Kernel | None = None) -> Verdict:
     """Compare the kernel's output with float64 attention over the pairs of the mask.
 
     `kernel` replaces it in tests. An exception counts as a failed check.
     """
-    kernel = kernel or (_directly if call.direct else _through_flex_attention)
+    kernel = kernel or (_directly if kind.direct else _through_flex_attention)
     start = time.perf_counter()
     try:
-        with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(call.needs_grad):
-            verdict = _compared(call, device, kernel)
+        with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(kind.needs_grad):
+            verdict = _compared(kind, device, kernel)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -81,21 +81,21 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
-def _compared(call: FlashKind, device: torch.device, kernel: Kernel) -> Verdict:
-    inputs, mask, visible, pairs = flash_case(call, device)
+def _compared(kind: FlashKind, device: torch.device, kernel: Kernel) -> Verdict:
+    inputs, mask, visible, pairs = flash_case(kind, device)
     assert inputs.value is not None
-    out, lse = kernel(inputs, mask, not call.needs_grad)
+    out, lse = kernel(inputs, mask, not kind.needs_grad)
     expected, expected_lse = exact_attention(inputs, pairs)
     # a direct call without log-sum-exp runs a kernel of its own; FlexAttention always requests the log-sum-exp
     errors = []
-    for output in (kernel(inputs, mask, False)[0], out) if call.direct else (out,):
+    for output in (kernel(inputs, mask, False)[0], out) if kind.direct else (out,):
         errors.append(float((output.double() - expected).detach().abs().max()))
         if _agree(output, expected):
             continue
         without_lists = exact_attention(inputs, visible)[0]
         what = "block lists ignored: outputs" if _agree(output, without_lists) else "outputs"
         return Verdict(reason=f"its check here found {what} off by {errors[-1]:.2g} ({_TOLERANCE} is allowed)")
-    if call.needs_grad:
+    if kind.needs_grad:
         leaves = (inputs.query, inputs.key, inputs.value)
         weights = normal_numbers(out.shape, 3, out.dtype, device)
         got = torch.autograd.grad((out * weights).sum(), leaves)
@@ -106,7 +106,7 @@ def _compared(call: FlashKind, device: torch.device, kernel: Kernel) -> Verdict:
                 return Verdict(reason=f"its check here found {name}'s gradient off by {share:.1%} ({_TOLERANCE:.0%} is allowed)")
         return Verdict(lse_reason=NO_LSE_GRADIENT, error=max(errors))
     assert lse is not None
-    verdict = _lse_verdict(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if call.has_softcap else _LSE_TOLERANCE)
+    verdict = _lse_verdict(lse.double(), expected_lse, _CAPPED_LSE_TOLERANCE if kind.has_softcap else _LSE_TOLERANCE)
     return verdict._replace(error=max(errors))
 
 
@@ -133,50 +133,50 @@ _lock = threading.Lock()
 
 
 def flash_verdict(
-    call: FlashKind, device: torch.device, check: Callable[[FlashKind, torch.device], Verdict] = check_flash
+    kind: FlashKind, device: torch.device, check: Callable[[FlashKind, torch.device], Verdict] = check_flash
 ) -> Verdict | None:
     """The verdict on calls of this kind, which the first call checks; None if there is none and no check can run."""
     if is_traced():
-        assert not call.direct
+        assert not kind.direct
         # numbers, where a compilation has symbols
-        sizes = (len(range(call.head_dim)), len(range(call.v_head_dim)), call.block_size)
-        flags = (call.has_softcap, call.has_window_or_offset, call.has_padding, call.shared, call.needs_grad)
-        written = _recall(device.type, device.index, call.dtype, *sizes, *flags, len(range(call.queries_per_kv)))
+        sizes = (len(range(kind.head_dim)), len(range(kind.v_head_dim)), kind.block_size)
+        flags = (kind.has_softcap, kind.has_window_or_offset, kind.has_padding, kind.shared, kind.needs_grad)
+        written = _recall(device.type, device.index, kind.dtype, *sizes, *flags, len(range(kind.queries_per_kv)))
         if not written:
             return None
         reason, lse_reason, factor = written.split("\n")
         return Verdict(reason, lse_reason, float(factor))
-    key = (device.type, device.index, call)
+    key = (device.type, device.index, kind)
     verdict = _VERDICTS.get(key)
     if verdict is not None:
         return verdict
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if captured or in_dispatch_mode() or in_transform() or any_thread_exports():
-        if not call.direct:  # it may run through FlexAttention
+        if not kind.direct:  # it may run through FlexAttention
             _log_unchecked(key)
         return None
     with _lock:
         if key not in _VERDICTS:
-            verdict = check(call, device)
+            verdict = check(kind, device)
             _VERDICTS[key] = verdict
             level = logging.WARNING if verdict.reason else logging.INFO
             outcome = verdict.reason or verdict.lse_reason or "right"
-            _log.log(level, "flexmask: FLASH was checked on %s (%s) in %.1f s: %s", device, call, verdict.seconds, outcome)
+            _log.log(level, "flexmask: FLASH was checked on %s (%s) in %.1f s: %s", device, kind, verdict.seconds, outcome)
         return _VERDICTS[key]
 
 
 def check_for_compiled_callers(dtype: torch.dtype, head_dim: int, v_head_dim: int, has_window_or_offset: bool) -> None:
     """Check calls with these heads through FlexAttention, as compiled code makes them, if their direct kind was checked."""
-    for device_type, index, call in list(_VERDICTS):
-        of_these_heads = (call.dtype, call.head_dim, call.v_head_dim) == (dtype, head_dim, v_head_dim)
-        if call.direct and index is not None and of_these_heads:
-            kind = call._replace(direct=False, has_window_or_offset=call.has_window_or_offset or has_window_or_offset)
-            flash_verdict(kind, torch.device(device_type, index))
+    for device_type, index, kind in list(_VERDICTS):
+        of_these_heads = (kind.dtype, kind.head_dim, kind.v_head_dim) == (dtype, head_dim, v_head_dim)
+        if kind.direct and index is not None and of_these_heads:
+            flex_kind = kind._replace(direct=False, has_window_or_offset=kind.has_window_or_offset or has_window_or_offset)
+            flash_verdict(flex_kind, torch.device(device_type, index))
 
 
-def _verdict_text(device_type: str, index: int | None, *call: object) -> str:
+def _verdict_text(device_type: str, index: int | None, *kind: object) -> str:
     """A verdict as text, which torch.compile takes as a constant; empty if there is none."""
-    key = (device_type, index, FlashKind(*call))  # type: ignore[arg-type]  # the fields, one by one
+    key = (device_type, index, FlashKind(*kind))  # type: ignore[arg-type]  # the fields, one by one
     verdict = _VERDICTS.get(key)
     if verdict is None:
         _log_unchecked(key)

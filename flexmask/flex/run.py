@@ -158,7 +158,7 @@ def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:
-    """A mask of the same pairs, listed by `tile` keys; `mask` itself if its blocks are no multiple of `tile`. Reads no value."""
+    """A mask of the same pairs, by `tile` keys; `mask` itself unless its blocks are multiples of `tile`. Reads no value."""
     rows, columns = mask.BLOCK_SIZE
     if columns == tile or columns % tile:
         return mask

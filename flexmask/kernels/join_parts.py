@@ -30,7 +30,7 @@ def _join_kernel(
     p_lse = part_lse + batch * part_lse_stride_batch + head * part_lse_stride_head + o_row[None, :]
     p_part = part_out + batch * part_out_stride_batch + head * part_out_stride_head + o_dim[None, None, :]
     p_part += o_row[None, :, None] * part_out_stride_row
-    b_highest = tl.full([TILE], float("-inf"), tl.float32)
+    b_max = tl.full([TILE], float("-inf"), tl.float32)
     b_total = tl.zeros([TILE], tl.float32)
     b_sum = tl.zeros([TILE, PADDED_DIM], tl.float32)
     for start in range(0, parts, AT_ONCE):
@@ -42,20 +42,20 @@ def _join_kernel(
             mask=m_part[:, :, None] & m_dim[None, None, :],
             other=0.0,
         )
-        b_higher = tl.maximum(b_highest, tl.max(b_lse, 0))
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_shrink = tl.exp(b_highest - b_base)
+        b_new_max = tl.maximum(b_max, tl.max(b_lse, 0))
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_rescale = tl.exp(b_max - b_base)
         b_weight = tl.exp(b_lse - b_base[None, :])
-        b_total = b_total * b_shrink + tl.sum(b_weight, 0)
-        b_sum = b_sum * b_shrink[:, None] + tl.sum(b_part.to(tl.float32) * b_weight[:, :, None], 0)
-        b_highest = b_higher
+        b_total = b_total * b_rescale + tl.sum(b_weight, 0)
+        b_sum = b_sum * b_rescale[:, None] + tl.sum(b_part.to(tl.float32) * b_weight[:, :, None], 0)
+        b_max = b_new_max
     # a total of 0: the row sees nothing
     b_out = b_sum / tl.where(b_total == 0, 1.0, b_total)[:, None]
     p_out = out + batch * out_stride_batch + head * out_stride_head + o_row[:, None] * out_stride_row + o_dim[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_row[:, None] & m_dim[None, :])
     if HAS_LSE:
         p_lse_out = lse + batch * lse_stride_batch + head * lse_stride_head + o_row
-        tl.store(p_lse_out, b_highest + tl.log(tl.where(b_total == 0, 1.0, b_total)), mask=m_row)
+        tl.store(p_lse_out, b_max + tl.log(tl.where(b_total == 0, 1.0, b_total)), mask=m_row)
 
 
 def join_parts(part_out: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> None:

@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 # whole numbers on which no kernel is specialized: all but strides, whose divisibility wide loads need
 DO_NOT_SPECIALIZE = (
     "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "num_chunks", "blocks", "length",
-    "max_distance", "gamma_bits", "nearest", "cap", "floor", "digit_pass", "page_size", "skipped", "cached_len", "parts", "rows",
-    "blocks_per_program",
+    "distance_limit", "gamma_bits", "nearest", "cap", "floor", "digit_pass", "page_size", "skipped", "cached_len", "parts",
+    "rows", "blocks_per_program",
 )  # fmt: skip
-# Triton's compiled kernels take every argument, constants too, from some release on: 3.1 does not, 3.6 was run, 3.7 and 3.9 read.
-# On AMD they are specialized on sizes of tensors too.
+# Triton's compiled kernels take all arguments, constexprs included, since a release between 3.1 (does not) and 3.6 (tested); in
+# 3.7 and 3.9 the source says so. On AMD they are also specialized on sizes of tensors.
 _COMPILED_TAKE_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6) and torch.version.hip is None
 
 

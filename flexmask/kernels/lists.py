@@ -28,7 +28,7 @@ def _lists_kernel(
     full_count, full_indices,
     keep,  # bool, written if WRITE_KEEP
     nearest,  # key blocks that each query block keeps
-    num_heads, num_q_blocks, num_kv_blocks, kv_len, max_distance,
+    num_heads, num_q_blocks, num_kv_blocks, kv_len, distance_limit,
     BLOCK_SIZE: tl.constexpr, HAS_DIAGONALS: tl.constexpr, HAS_CHOSEN: tl.constexpr, HAS_ACTIVE: tl.constexpr,
     HAS_DENSE_ROWS: tl.constexpr, PADDED_SIZE: tl.constexpr, WRITE_KEEP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -65,7 +65,7 @@ def _lists_kernel(
         o_kv = start + o_lane
         m_kv = o_kv < end
         b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
-        m_visible = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE) & m_kv
+        m_visible = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, distance_limit, BLOCK_SIZE) & m_kv
         first_visible = tl.minimum(first_visible, tl.min(tl.where(m_visible, o_kv, num_kv_blocks), 0))
         m_keep = tl.load(p_vertical + o_kv, mask=m_kv, other=0) != 0
         if HAS_DIAGONALS:
@@ -77,7 +77,7 @@ def _lists_kernel(
         m_keep = m_keep & m_visible
         b_last_key = tl.minimum(o_kv * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
         m_whole = (tl.load(p_kv_edges + num_kv_blocks + o_kv, mask=m_kv, other=0) != 0) & (b_last_key <= last_whole_key)
-        m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < max_distance)
+        m_whole = m_whole & (last_row - o_kv * BLOCK_SIZE < distance_limit)
         # both counts in one number: one running sum places both
         b_counts = tl.where(m_keep, tl.where(m_whole, 65536, 1), 0)
         b_rank = tl.cumsum(b_counts, 0) - b_counts
@@ -123,7 +123,7 @@ def kept_blocks(
         lines, lines if active_heads is None else active_heads, lines if chosen is None else chosen, geometry.q_edges,
         geometry.kv_edges, geometry.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
         full_count if keep is None else keep, min(nearest, _MAX_NEAREST), num_heads, num_q_blocks, num_kv_blocks,
-        inputs.key.shape[2], inputs.max_distance,
+        inputs.key.shape[2], inputs.distance_limit,
         BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=lines.shape[0] == 2, HAS_CHOSEN=chosen is not None,
         HAS_ACTIVE=active_heads is not None, HAS_DENSE_ROWS=rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
         WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,

@@ -52,7 +52,7 @@ class _Captured(NamedTuple):
 
 
 class LaunchReplay:
-    """Selections by kernels that differ in query, key and value only.
+    """Replays selections by kernels that differ only in query, key and value.
 
     The first call selects as usual, the second captures its launches. They are replayed only if that call does nothing else on
     the device, and only for tensors of the same strides and alignment; other calls select as usual.
@@ -68,7 +68,7 @@ class LaunchReplay:
         if self._captured is not None and not is_watched() and tuple(map(_layout, call_tensors)) == self._captured.layouts:
             return _replay(self._captured, call_tensors)
         self._calls += 1
-        if self._calls != 2:  # where a kind has one layer nothing is captured
+        if self._calls != 2:  # the first call only counts: a plan that runs once never pays for a capture
             return select()
         lists, self._captured = _capture(call_tensors, select)
         return lists
@@ -81,13 +81,12 @@ class _Capture(TorchDispatchMode):
         super().__init__()
         self.launches: list[_CapturedLaunch] = []
         self.allocations: list[tuple[torch.Size, torch.dtype]] = []
-        self.did_more = False
         self._device = call_tensors[0].device
         self._starts = [x.data_ptr() for x in call_tensors]
         # index of the latest tensor in each memory, which may be freed and allocated again
         self._indices = {_storage(x): index for index, x in enumerate(call_tensors)}
         # arguments are told from one another by their memory
-        self.did_more |= len(self._indices) < len(call_tensors)
+        self.is_replayable = len(self._indices) == len(call_tensors)
 
     def add(self, launch: Launch) -> None:
         """Capture a launch."""
@@ -115,7 +114,7 @@ class _Capture(TorchDispatchMode):
         schema, result = function._schema, function(*arguments, **(options or {}))
         if schema.name.startswith(_ALLOCATES):
             is_plain = result.is_contiguous() and result.device == self._device
-            self.did_more |= not is_plain or result.untyped_storage().nbytes() != result.numel() * result.element_size()
+            self.is_replayable &= is_plain and result.untyped_storage().nbytes() == result.numel() * result.element_size()
             self._indices[_storage(result)] = len(self._starts)
             self._starts.append(result.data_ptr())
             self.allocations.append((result.shape, result.dtype))
@@ -123,7 +122,7 @@ class _Capture(TorchDispatchMode):
         views = [x.alias_info is not None and not x.alias_info.is_write for x in schema.returns]
         # in inference mode operators that may copy, such as contiguous, come as views
         storages = {_storage(x) for x in tree_leaves(arguments) if isinstance(x, Tensor)}
-        self.did_more |= not views or not all(views) or any(_storage(x) not in storages for x in tree_leaves(result))
+        self.is_replayable &= bool(views) and all(views) and all(_storage(x) in storages for x in tree_leaves(result))
         return result
 
 
@@ -139,7 +138,7 @@ def _capture(call_tensors: list[Tensor], select: Callable[[], BlockLists]) -> tu
     list_indices = [index for index in map(capture.index_of, lists) if index is not None]
     direct = all(entry.passed is not None for entry in capture.launches)
     # Triton's own launches would take longer than what is left out; the interpreter has no others
-    if capture.did_more or len(list_indices) < len(lists) or (call_tensors[0].is_cuda and not direct):
+    if not capture.is_replayable or len(list_indices) < len(lists) or (call_tensors[0].is_cuda and not direct):
         return lists, None
     used = [{x.tensor for x in entry.tensors if x.tensor >= len(call_tensors)} for entry in capture.launches]
     launches = []

@@ -42,7 +42,7 @@ def _block_sums_kernel(
     sums,
     chunks,  # (batch, num_heads, num_chunks, block_size, 2) float32, by chunk of key blocks: peak and plain sum
     query_stride_batch, query_stride_head, query_stride_token, query_stride_dim, key_stride_batch, key_stride_head,
-    key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, max_distance,
+    key_stride_token, key_stride_dim, num_kv_heads, q_len, kv_len, num_kv_blocks, scale, softcap, distance_limit,
     blocks_per_program,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
     QUERIES_PER_KV: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ATTENTION_MASK: tl.constexpr,
@@ -84,7 +84,7 @@ def _block_sums_kernel(
     b_chunk_highest = tl.full([TILE], float("-inf"), tl.float32)
     b_chunk_total = tl.zeros([TILE], tl.float32)
     for block in range(first_block, tl.minimum(first_block + blocks_per_program, num_kv_blocks)):
-        b_highest = tl.full([TILE], float("-inf"), tl.float32)
+        b_max = tl.full([TILE], float("-inf"), tl.float32)
         b_total = tl.zeros([TILE], tl.float32)
         b_by_phase = tl.zeros([TILE], tl.float32)
         b_after = tl.zeros([TILE], tl.float32)
@@ -104,43 +104,43 @@ def _block_sums_kernel(
                 b_distance = b_position[:, None] - o_key[None, :]
                 m_visible = (b_distance >= 0) & (o_key < filled_end)[None, :] & m_row[:, None]
                 if HAS_WINDOW:
-                    m_visible = m_visible & (b_distance < max_distance)
+                    m_visible = m_visible & (b_distance < distance_limit)
                 if HAS_ATTENTION_MASK:
                     m_valid = tl.load(mask + batch.to(tl.int64) * kv_len + o_key, mask=o_key < kv_len, other=0) != 0
                     m_visible = m_visible & m_valid[None, :]
                 b_score = tl.where(m_visible, b_score, float("-inf"))
-            b_higher = tl.maximum(b_highest, tl.max(b_score, 1) * to_log2)
-            b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-            b_shrink = tl.exp2(b_highest - b_base)
+            b_new_max = tl.maximum(b_max, tl.max(b_score, 1) * to_log2)
+            b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+            b_rescale = tl.exp2(b_max - b_base)
             b_weight = tl.exp2(b_score * to_log2 - b_base[:, None])
-            b_total = b_total * b_shrink + tl.sum(b_weight, 1)
+            b_total = b_total * b_rescale + tl.sum(b_weight, 1)
             if HAS_DIAGONALS:
                 b_phase = o_phase[None, :].to(tl.float32)
-                b_by_phase = b_by_phase * b_shrink + tl.sum(b_weight * b_phase, 1)
-                b_after = b_after * b_shrink + tl.sum(b_weight * tl.maximum(b_row_phase[:, None] - b_phase, 0.0), 1)
-            b_highest = b_higher
+                b_by_phase = b_by_phase * b_rescale + tl.sum(b_weight * b_phase, 1)
+                b_after = b_after * b_rescale + tl.sum(b_weight * tl.maximum(b_row_phase[:, None] - b_phase, 0.0), 1)
+            b_max = b_new_max
         NUM_SUMS: tl.constexpr = 4 if HAS_DIAGONALS else 2
         o_sums = ((head * num_kv_blocks + block) * BLOCK_SIZE + o_slot) * NUM_SUMS
         # one store of all sums: each of several would convert the layout
         if not ONE_STORE:
-            tl.store(sums + o_sums, b_highest)
+            tl.store(sums + o_sums, b_max)
             tl.store(sums + o_sums + 1, b_total)
         elif not HAS_DIAGONALS:
-            tl.store(sums + o_sums[:, None] + tl.arange(0, 2)[None, :], tl.join(b_highest, b_total))
+            tl.store(sums + o_sums[:, None] + tl.arange(0, 2)[None, :], tl.join(b_max, b_total))
         if HAS_DIAGONALS:
             # the mean lead is after - before
             b_before = tl.maximum(b_after - (b_row_phase * b_total - b_by_phase), 0.0)
             if ONE_STORE:
-                b_four = tl.join(tl.join(b_highest, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
+                b_four = tl.join(tl.join(b_max, b_after / BLOCK_SIZE), tl.join(b_total, b_before / BLOCK_SIZE))
                 o_four = o_sums[:, None, None] + 2 * tl.arange(0, 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
                 tl.store(sums + o_four, b_four)
             else:
                 tl.store(sums + o_sums + 2, b_after / BLOCK_SIZE)
                 tl.store(sums + o_sums + 3, b_before / BLOCK_SIZE)
-        b_higher = tl.maximum(b_chunk_highest, b_highest)
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
-        b_chunk_total = b_chunk_total * tl.exp2(b_chunk_highest - b_base) + b_total * tl.exp2(b_highest - b_base)
-        b_chunk_highest = b_higher
+        b_new_max = tl.maximum(b_chunk_highest, b_max)
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_chunk_total = b_chunk_total * tl.exp2(b_chunk_highest - b_base) + b_total * tl.exp2(b_max - b_base)
+        b_chunk_highest = b_new_max
     o_chunks = ((head * tl.num_programs(1) + tl.program_id(1)) * BLOCK_SIZE + o_slot) * 2
     if ONE_STORE:
         tl.store(chunks + o_chunks[:, None] + tl.arange(0, 2)[None, :], tl.join(b_chunk_highest, b_chunk_total))
@@ -153,20 +153,20 @@ def _block_sums_kernel(
 def _row_norms_kernel(chunks, norms, num_chunks, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     head = tl.program_id(1).to(tl.int64)
     o_slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b_highest = tl.full([ROWS], float("-inf"), tl.float32)
+    b_max = tl.full([ROWS], float("-inf"), tl.float32)
     b_total = tl.zeros([ROWS], tl.float32)
     for start in range(0, num_chunks, TILE):
         o_chunk = start + tl.arange(0, TILE)
         p_chunks = chunks + ((head * num_chunks + o_chunk[:, None]) * BLOCK_SIZE + o_slot[None, :]) * 2
         m_chunk = (o_chunk < num_chunks)[:, None]
         b_peaks = tl.load(p_chunks, mask=m_chunk, other=float("-inf"))
-        b_higher = tl.maximum(b_highest, tl.max(b_peaks, 0))
-        b_base = tl.where(b_higher == float("-inf"), 0.0, b_higher)
+        b_new_max = tl.maximum(b_max, tl.max(b_peaks, 0))
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_weight = tl.exp2(b_peaks - b_base[None, :])
-        b_total = b_total * tl.exp2(b_highest - b_base) + tl.sum(tl.load(p_chunks + 1, mask=m_chunk, other=0.0) * b_weight, 0)
-        b_highest = b_higher
+        b_total = b_total * tl.exp2(b_max - b_base) + tl.sum(tl.load(p_chunks + 1, mask=m_chunk, other=0.0) * b_weight, 0)
+        b_max = b_new_max
     p_norms = norms + (head * BLOCK_SIZE + o_slot) * 2
-    tl.store(p_norms, tl.where(b_highest == float("-inf"), 0.0, b_highest))
+    tl.store(p_norms, tl.where(b_max == float("-inf"), 0.0, b_max))
     tl.store(p_norms + 1, tl.where(b_total == 0, 0.0, 1.0 / tl.where(b_total == 0, 1.0, b_total)))
 
 
@@ -222,7 +222,7 @@ def representative_mass(problem: BlockProblem, subset: str, with_diagonals: bool
     _block_sums_kernel[grid](
         query, key, rows, rows if mask is None else mask, sums, chunks,
         *query.stride(), *key.stride(), num_kv_heads, q_len, kv_len, blocks,
-        inputs.scale, 1.0 if softcap is None else softcap, inputs.max_distance, blocks_per_program,
+        inputs.scale, 1.0 if softcap is None else softcap, inputs.distance_limit, blocks_per_program,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=block_size, TILE=tile, KEYS=keys, QUERIES_PER_KV=queries_per_kv,
         HAS_SOFTCAP=softcap is not None, HAS_WINDOW=inputs.window is not None, HAS_ATTENTION_MASK=mask is not None,
         HAS_DIAGONALS=with_diagonals,

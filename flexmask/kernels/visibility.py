@@ -59,7 +59,7 @@ def kernel_geometry(inputs: PositionedInputs, block_size: int) -> KernelGeometry
     )  # fmt: skip
     if counted:
         _visible_kernel[(max_blocks, batch)](
-            q_edges, kv_edges, max_seen, kv_len, q_blocks, kv_blocks, inputs.max_distance, BLOCK_SIZE=block_size, TILE=_TILE
+            q_edges, kv_edges, max_seen, kv_len, q_blocks, kv_blocks, inputs.distance_limit, BLOCK_SIZE=block_size, TILE=_TILE
         )  # fmt: skip
     max_seen = max_seen_blocks_in_prompt(max_seen, inputs.end, inputs.prompt_len, block_size, inputs.window)
     return KernelGeometry(q_edges, kv_edges, representative, max_seen)
@@ -163,7 +163,7 @@ def _edges_kernel(
 
 @kernel
 def _visible_kernel(
-    q_edges, kv_edges, max_seen, kv_len, num_q_blocks, num_kv_blocks, max_distance,
+    q_edges, kv_edges, max_seen, kv_len, num_q_blocks, num_kv_blocks, distance_limit,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Under padding or a window: what each query block sees, and the lines that hold a visible block."""
@@ -178,7 +178,7 @@ def _visible_kernel(
             o_kv = start + tl.arange(0, TILE)
             m_kv = o_kv < num_kv_blocks
             b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
-            m_sees = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
+            m_sees = sees(o_kv, first_valid_row, last_valid_row, b_last_valid_key, kv_len, distance_limit, BLOCK_SIZE)
             b_seen += (m_sees & m_kv).to(tl.int32)
         seen = tl.sum(b_seen, 0)
         tl.store(p_q_edges + 5 * num_q_blocks + index, seen)
@@ -191,13 +191,13 @@ def _visible_kernel(
             o_q = start + tl.arange(0, TILE)
             m_q = o_q < num_q_blocks
             b_last_row, b_first_row, b_first_valid_row, b_last_valid_row, _ = row_edges(q_edges, batch, num_q_blocks, o_q, m_q)
-            m_sees = sees(index, b_first_valid_row, b_last_valid_row, last_valid_key, kv_len, max_distance, BLOCK_SIZE)
+            m_sees = sees(index, b_first_valid_row, b_last_valid_row, last_valid_key, kv_len, distance_limit, BLOCK_SIZE)
             b_vertical += (m_sees & m_q).to(tl.int32)
             for of_last in tl.static_range(2):
                 o_kv = (b_last_row if of_last else b_first_row) // BLOCK_SIZE - index
                 m_kv = m_q & (o_kv >= 0)
                 b_last_valid_key = tl.load(p_kv_edges + o_kv, mask=m_kv, other=0)
-                m_sees = sees(o_kv, b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, max_distance, BLOCK_SIZE)
+                m_sees = sees(o_kv, b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, distance_limit, BLOCK_SIZE)
                 b_slash += (m_sees & m_kv).to(tl.int32)
         tl.store(p_kv_edges + 3 * num_kv_blocks + index, (tl.sum(b_vertical, 0) > 0).to(tl.int32))
         tl.store(p_kv_edges + 4 * num_kv_blocks + index, (tl.sum(b_slash, 0) > 0).to(tl.int32))
@@ -232,8 +232,8 @@ def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
 
 
 @triton.jit
-def sees(kv_block, first_valid_row, last_valid_row, last_valid_key, kv_len, max_distance, BLOCK_SIZE: tl.constexpr):
+def sees(kv_block, first_valid_row, last_valid_row, last_valid_key, kv_len, distance_limit, BLOCK_SIZE: tl.constexpr):
     """True for blocks of queries that see blocks of keys; the arguments broadcast."""
     last_key = tl.minimum(kv_block * BLOCK_SIZE + BLOCK_SIZE, kv_len) - 1
     stands_in = (kv_block == first_valid_row // BLOCK_SIZE) | (kv_block == last_valid_row // BLOCK_SIZE)
-    return stands_in | ((first_valid_row > last_key) & (first_valid_row - last_valid_key < max_distance))
+    return stands_in | ((first_valid_row > last_key) & (first_valid_row - last_valid_key < distance_limit))

@@ -135,8 +135,8 @@ def _checked_mask(
         raise refusal(mask.refusal, SDPA)
     if tuple(mask.shape[2:]) != (q_len, kv_len):
         raise refusal(
-            f"{q_len} rows and {kv_len} keys under a mask of {mask.shape[2]} and {mask.shape[3]} "
-            "(keys that the model adds to those of its tokens, or a cache of another length)",
+            f"a call of {q_len} rows and {kv_len} keys whose mask has {mask.shape[2]} rows and {mask.shape[3]} keys "
+            "(the model adds keys of its own, or the cache has another length)",
             SDPA,
         )
     return mask
@@ -166,5 +166,5 @@ def _checked_segments(mask: GeometryMask, query: Tensor, kwargs: dict[str, Any])
         raise refusal("packed sequences (cu_seq_lens_q) over a cache or under an attention_mask", _UNPACK)
     segments = mask.bounds.segments(rows, keys, batch * q_len)
     if mask.segments is not None and mask.segments != tuple(segment for segment in segments if segment.q_len):
-        raise ValueError("cu_seq_lens_q must name the sequences that position_ids do, which start again elsewhere")
+        raise ValueError("cu_seq_lens_q must bound the same sequences as position_ids, which restart at other tokens")
     return segments

@@ -17,7 +17,9 @@ from flexmask.integrations.huggingface.packed import GivenBounds, PackedCheck, S
 from flexmask.integrations.huggingface.scope import Scope, restore_attention_name, scope_of
 
 _REFUSAL = "a mask beyond causality, padding and a sliding window (chunked attention, a bidirectional part)"
-_COMPILED = "packed sequences inside torch.compile, or a prompt that may hold some (use_cache=False and no attention_mask)"
+_PACKED_IN_COMPILE = (
+    "packed sequences inside torch.compile, or a prompt that may hold some (use_cache=False and no attention_mask)"
+)
 SCOPE_ENDED = (
     "flexmask's mask of a prefill is used after its sparse_prefill block has ended; call backward inside the block, since it "
     "runs checkpointed layers again, and keep no mask beyond the block"
@@ -32,7 +34,7 @@ class ForwardPass:
     """The scope and plans of the layers under one mask in a forward pass. A model makes one mask for each kind of layer."""
 
     def __init__(self) -> None:
-        self._served = False
+        self._scope_is_known = False
         self._scope: ReferenceType[Scope] | None = None  # weak: a scope is open while its block holds it
         self.plans: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of the layers under each mask (call.py)
 
@@ -41,9 +43,9 @@ class ForwardPass:
 
     def scope(self, module: nn.Module) -> Scope | None:
         """The first layer's scope; also returned when backward recomputes checkpointed layers."""
-        if not self._served:
+        if not self._scope_is_known:
             scope = scope_of(module)
-            self._served, self._scope = True, None if scope is None else ref(scope)
+            self._scope_is_known, self._scope = True, None if scope is None else ref(scope)
         if self._scope is None:
             return None
         scope = self._scope()
@@ -204,7 +206,7 @@ def geometry_mask(
     offset = 0 if q_len == kv_length else _int_if_known(first - kv_offset)
     is_known, window, ids = classify_mask_function(mask_function, local_size)
     if not is_known or (ids is not None and is_traced()):
-        return GeometryMask(shape, offset, refusal=_COMPILED if is_known else _REFUSAL, config=config)
+        return GeometryMask(shape, offset, refusal=_PACKED_IN_COMPILE if is_known else _REFUSAL, config=config)
     if ids is not None:
         # packed sequences come without a cache and without padding
         return GeometryMask(shape, offset, window=window, segments=segments_of_ids(ids, batch_size), config=config)

@@ -37,10 +37,10 @@ class CoverageProbe:
                     keep = block_problem(inputs.slice_heads(group), block_size, plain).visible
                 keep = keep[0].expand(group.query_heads.stop - group.query_heads.start, -1, -1)
                 for head, kept in zip(range(group.query_heads.start, group.query_heads.stop), keep, strict=True):
-                    of_head = inputs.slice_heads(heads[head])
-                    coverage.append(coverage_by_quarter(of_head, kept, block_size))
+                    head_inputs = inputs.slice_heads(heads[head])
+                    coverage.append(coverage_by_quarter(head_inputs, kept, block_size))
                     if (call.layer, head) in self._heads:
-                        self.maps[call.layer, head] = block_attention(of_head, block_size), kept.cpu()
+                        self.maps[call.layer, head] = block_attention(head_inputs, block_size), kept.cpu()
             # the last call counts if a model calls the layer repeatedly (DiffLlama, HRM), as in `inspect_prefill`'s rows
             self.coverage[call.layer] = torch.stack(coverage)
         return attended.out

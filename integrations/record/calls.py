@@ -27,7 +27,7 @@ class HeadSums(NamedTuple):
     row_coverage: Any
     query_aware: Any  # heads; those without a pattern are neither
     vertical_slash: Any
-    served_densely: Any
+    dense_heads: Any
     with_tokens: Any  # heads of batch rows that are not padding alone
 
 
@@ -135,7 +135,7 @@ class LayerTotals:
         if sparse:
             sums = torch.stack(sparse).sum(0)
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-            self.lowest_coverage = torch.stack([of_call.to(sums.device) for of_call in coverage]).amin(0)
+            self.lowest_coverage = torch.stack([call_coverage.to(sums.device) for call_coverage in coverage]).amin(0)
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
         """A copy that also counts `calls`."""

@@ -33,16 +33,16 @@ class LayerSummary:
         Calls by the reason for running dense.
     density
         Kept share of the visible blocks: mean over calls weighted by their query-key pairs. Dense calls, which have
-        no mask, count as 1; heads `served_densely` count by their mask, as in `flexmask.SelectionStats`.
+        no mask, count as 1; heads `dense_heads` count by their mask, as in `flexmask.SelectionStats`.
     coverage, row_coverage
         Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in
         `flexmask.SelectionStats`: means over the heads of sparse calls, without batch rows of padding alone; None without one.
     lowest
-        Lowest coverage of a head's rows in sparse calls, without heads `served_densely`: by query block (`min_row_coverage`),
+        Lowest coverage of a head's rows in sparse calls, without heads `dense_heads`: by query block (`min_row_coverage`),
         else of the representative rows. None if unknown.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.
-    served_densely
+    dense_heads
         Share of the heads of sparse calls that ran dense because that is faster.
     """
 
@@ -53,7 +53,7 @@ class LayerSummary:
     density: float
     coverage: float | None
     patterns: dict[str, float]
-    served_densely: float
+    dense_heads: float
     lowest: float | None = None
     row_coverage: float | None = None
 
@@ -117,8 +117,8 @@ class RunSummary:
         for layer in self.layers:
             coverage, lowest = ("-" if share is None else f"{share:.1%}" for share in (getattr(layer, name), layer.lowest))
             heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
-            if layer.served_densely:
-                heads += f" ({layer.served_densely:.0%} served by dense attention, faster there)"
+            if layer.dense_heads:
+                heads += f" ({layer.dense_heads:.0%} ran dense, which is faster there)"
             often = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
             reasons = "; ".join(sorted(layer.reasons, key=lambda reason: -layer.reasons[reason])[:2])
             rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.1%}", coverage, lowest, heads or "-", reasons))
@@ -151,7 +151,7 @@ def summary_of(
         patterns = {name: share for name, share in shares.items() if share > 0 and total.heads}
         calls = (total.calls, total.dense_calls, dict(total.reasons))
         lowest = None if least == math.inf else least
-        share = sums.served_densely / heads
+        share = sums.dense_heads / heads
         layers.append(LayerSummary(layer, *calls, density, coverage, patterns, share, lowest, row_coverage))
     pairs = sum(total.pairs for total in totals.values())
     kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)

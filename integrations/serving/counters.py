@@ -74,7 +74,7 @@ class Counters:
             self._pairs += pairs
             if counts:
                 visible = visible_blocks(rows, seq_len, layer.method.block_size, layer.window)
-                lists = sum(of_group.shape[1] for of_group in counts) // 2
+                lists = sum(group_counts.shape[1] for group_counts in counts) // 2
                 self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
             else:
                 self._kept_pairs = self._kept_pairs + pairs

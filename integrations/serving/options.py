@@ -109,13 +109,13 @@ def decoded_options(params: Mapping[str, Any] | None) -> RequestOptions | None:
     return None
 
 
-def prefix_key(of_client: str | None, requested: RequestOptions | None) -> str | None:
+def prefix_key(client_key: str | None, requested: RequestOptions | None) -> str | None:
     """A request's key for cached prefixes, unique to its options and the client's key, which is any text or none."""
     if requested is None:
         # the client's key, unless it could be mistaken for one of ours
-        return f"{_KEY}none: {of_client}" if str(of_client).startswith(_KEY) else of_client
+        return f"{_KEY}none: {client_key}" if str(client_key).startswith(_KEY) else client_key
     options = "dense" if requested.dense else f"gamma {requested.gamma!r}"
-    return f"{_KEY}{options}: {of_client or ''}"
+    return f"{_KEY}{options}: {client_key or ''}"
 
 
 def request_options(params: Any, holder: Any, read: Callable[[], ServingOptions], ranks: int = 1) -> RequestOptions | None:
@@ -168,7 +168,7 @@ def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
         heads = method.num_heads or ranks
         shape = LayerShape(num_heads=heads, num_kv_heads=1, head_dim=64, v_head_dim=64, scale=1.0)
         kept = shape.keeps_every_block_by_head(method)
-        of_ranks = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
-        if any(map(policy.selection_reason, of_ranks)):
+        kept_by_rank = (kept[start : start + heads // ranks] for start in range(0, heads, heads // ranks))
+        if any(map(policy.selection_reason, kept_by_rank)):
             return layer
     return None

@@ -69,8 +69,8 @@ def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, 
 def reserve(layers: Iterable[SparseLayer], size: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> None:
     """Make the largest call on CUDA, with memory allocated as for the gathered keys and values."""
     for layer in _variants(layers):
-        # an upper bound: the gathered rows are freed before attention runs. The call's own query takes the memory of the copy of
-        # a chunk's queries, contiguous and no longer in FP8
+        # an upper bound: the gathered rows are freed before attention runs. The call's random query takes as much memory as the
+        # contiguous, dequantized copy of a chunk's queries
         rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
         call_of_size(layer, size, device, dtype, SAMPLED_STATISTICS if count_density else ())
         del rows
@@ -122,7 +122,7 @@ def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[
 
 
 def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """Two sizes for each number of heads per mask of long calls; of two calls the first compiles for its exact size."""
+    """Two sizes of long calls for each number of heads per mask: torch compiles the first for its size, the second for all."""
     block, (max_rows, longest) = layer.method.block_size, largest
     by_kind: dict[tuple[int, bool], list[Size]] = {}
     step = max(longest // _STEPS, 2 * block)

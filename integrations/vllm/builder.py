@@ -38,11 +38,11 @@ class Splitter:
             rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
             prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
             # requests that pad the batch for a CUDA graph have no rows, and may have no entry in is_prefilling
-            of_prefills = rows[: len(prefills)][prefills]
-            return StepSplit((), (StockSpan(0, num_reqs, 0, int(rows.sum())),), 0, int(of_prefills.sum()))
+            prefill_rows = rows[: len(prefills)][prefills]
+            return StepSplit((), (StockSpan(0, num_reqs, 0, int(rows.sum())),), 0, int(prefill_rows.sum()))
         starts = common.query_start_loc_cpu[: num_reqs + 1].tolist()
-        of_requests = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
-        seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in of_requests)
+        host_fields = (common.seq_lens_cpu_upper_bound, common.is_prefilling)
+        seq_lens, is_prefilling = (None if numbers is None else numbers[:num_reqs].tolist() for numbers in host_fields)
         requests = StepRequests(starts, seq_lens, is_prefilling, self.engine.options_in_step, self.engine.prompt_lens)
         return self.engine.split(requests, step_reason(common), self.policy)
 

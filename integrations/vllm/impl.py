@@ -87,7 +87,7 @@ class SparsePrefillImpl(PluginMixin):
         for rows, metadata in step.stock:
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         sinks = getattr(self, "sinks", None)
-        # kernels are compiled for inference tensors, and a parameter is none
+        # kernels are compiled for inference tensors, which parameters are not
         sinks = None if sinks is None else sinks.clone()
         for rows, request, page_table in step.sparse:
             queries = query[rows]

@@ -30,7 +30,7 @@ def test_self_test_passes_and_doctor_says_so(flexmask):
     for each in tests:
         assert each["passed"]
         assert each["density"] < 0.9
-        assert each["difference"] < each["tolerance"] < each["skipped"]
+        assert each["difference"] < each["tolerance"] < each["unmasked_difference"]
     assert [each["name"] for each in found["backends"] if each["chosen"]] == ["cpu"]
     assert "CUDA" in next(each["reason"] for each in found["backends"] if each["name"] == "flash")
 
@@ -55,14 +55,14 @@ def test_self_test_fails_where_attention_is_wrong(flexmask, monkeypatch, attenti
 
 
 @pytest.mark.parametrize(
-    ("difference", "skipped", "others", "passed"),
+    ("difference", "unmasked_difference", "others", "passed"),
     [
         (1e-5, 0.5, 0.0, True), (1e-5, 1e-5, 0.0, False), (float("nan"), 0.5, 0.0, False), (1e-5, float("nan"), 0.0, False),
         (None, None, None, False), (1e-5, 0.5, 0.02, False),
     ],
 )  # fmt: skip
-def test_a_case_that_skips_nothing_or_is_no_number_or_has_another_mask_is_not_passed(difference, skipped, others, passed):
-    case = self_test.SelfTest("hybrid", "auto", "float32", 1.0, difference, skipped, others, 1e-4, 0.1)
+def test_a_case_that_skips_nothing_or_has_a_nan_or_another_mask_fails(difference, unmasked_difference, others, passed):
+    case = self_test.SelfTest("hybrid", "auto", "float32", 1.0, difference, unmasked_difference, others, 1e-4, 0.1)
     assert case.passed is passed
     # rounded scores move blocks
     assert case._replace(dtype="bfloat16").passed is (passed or others == 0.02)
@@ -82,7 +82,7 @@ def test_the_self_test_ends_with_times_and_a_block_for_an_issue(flexmask, monkey
     attends = attention if attention is raises else lambda *inputs, dense_below=0, **options: dense(*inputs, None)
     monkeypatch.setattr(self_test, "sparse_attention", attends)
     monkeypatch.setattr(self_test, "_TIMED", {"cpu": [(640, 4, 2, 16)]})
-    result = flexmask("doctor", "--device", "cpu", "--self-test", code=commands.PROBLEM)
+    result = flexmask("doctor", "--device", "cpu", "--report", code=commands.PROBLEM)
     block = result.stdout.rpartition("```\n")[0].rpartition("```\n")[2].splitlines()
     assert "threads" in block[0] and "torch 2" in block[1]
     timed = next(line for line in block if line.startswith("times: tokens 640, heads 4 and 2, 16 wide, dtype float32"))

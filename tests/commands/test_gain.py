@@ -89,7 +89,7 @@ def test_the_first_round_compiles_and_medians_of_the_others_count(flexmask, fold
     found = flexmask("gain", folder, "--prompt", prompt, *SPARSE, "--json").json
     assert (found["sparse_seconds"], found["dense_seconds"], found["runs"]) == (1.0, 1.5, 3)
     assert (found["ratio"], found["ratios"]) == (1.5, [1.0, 3.0])
-    assert "inconclusive; the first token comes 1.00 to 3.00 times as fast" in found["conclusion"]
+    assert "inconclusive; time to first token improves 1.00x to 3.00x" in found["conclusion"]
     said = flexmask("gain", folder, "--prompt", prompt, *SPARSE).stdout
     assert "To use it" not in said
     lines = [line.split() for line in said.splitlines()]
@@ -192,11 +192,11 @@ def test_a_short_prompt_gains_nothing_and_is_not_timed(flexmask, folder, prompt)
     ("ratio", "ratios", "said"),
     [
         (1.02, (0.7, 1.04), "nothing to gain; the first token comes less than 5% sooner at density 17%"),
-        (1.6, (1.06, 2.1), "the first token comes 1.60 times as fast at density 17%"),
+        (1.6, (1.06, 2.1), "time to first token improves 1.60x at density 17%"),
         (
             1.6,
             (0.9, 2.1),
-            "inconclusive; the first token comes 0.90 to 2.10 times as fast at density 17%, from run to run. "
+            "inconclusive; time to first token improves 0.90x to 2.10x at density 17%, depending on the run. "
             "Repeat it on a quiet machine",
         ),
     ],

@@ -59,9 +59,9 @@ def cut(weights):
     [
         (renamed("module.{}"), rf"lacks {HEAD}, .* more of LlamaForCausalLM, .*; it has module\.{HEAD}, .* more, which .*"),
         (renamed("base_model.{}.lora_A"), f"lacks {HEAD}, .*; it has base_model.*"),
-        (without(Q_PROJ), f"lacks {Q_PROJ} of LlamaForCausalLM, which would be random"),
-        (without(HEAD), f"lacks {HEAD} of LlamaForCausalLM, which would be random"),
-        (cut, f"has in another shape {Q_PROJ} of LlamaForCausalLM, which would be random"),
+        (without(Q_PROJ), f"lacks {Q_PROJ} of LlamaForCausalLM; such weights would be random"),
+        (without(HEAD), f"lacks {HEAD} of LlamaForCausalLM; such weights would be random"),
+        (cut, f"has the wrong shape for {Q_PROJ} of LlamaForCausalLM; such weights would be random"),
     ],
     ids=["ddp", "adapter", "q_proj", "lm_head", "shape"],
 )
@@ -69,7 +69,7 @@ def test_weights_that_would_be_random_are_named(flexmask, copy, prompt, change, 
     path = copy(change)
     result = flexmask(*GAIN, path, "--prompt", prompt, code=commands.PROBLEM)
     assert result.stdout == ""
-    assert re.fullmatch(f"loading .*\nflexmask: cannot load {path}: it {said}\n", result.stderr)
+    assert re.fullmatch(f"loading .*\nflexmask: cannot load {path}: the checkpoint {said}\n", result.stderr)
 
 
 def test_weights_without_a_place_are_a_remark(copy, capsys):

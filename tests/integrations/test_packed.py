@@ -121,7 +121,7 @@ def test_collator_of_transformers_makes_what_is_served(model, tokens):
         ({"cu_seq_lens_q": torch.tensor([0, LENGTH + 1])}, ValueError, r"cu_seq_lens_q must end at total_q = 530; got 531"),
         ({"cu_seq_lens_k": torch.tensor([0.0])}, TypeError, r"cu_seq_lens_k must be integer"),
         ({"use_cache": True, "position_ids": positions_of(BOUNDS)}, NotImplementedError, "packed sequences"),
-        ({"position_ids": positions_of([0, 100, LENGTH])}, ValueError, r"must name the sequences that position_ids do"),
+        ({"position_ids": positions_of([0, 100, LENGTH])}, ValueError, r"must bound the same sequences as position_ids"),
         (
             {"attention_mask": torch.arange(LENGTH)[None] > 5},
             NotImplementedError,

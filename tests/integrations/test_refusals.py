@@ -19,7 +19,9 @@ FORWARD_REFUSALS = {
 
 def test_mask_for_other_keys_names_both():
     query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
-    with pytest.raises(NotImplementedError, match=r"40 rows and 41 keys under a mask of 40 and 40 \(keys that the model adds"):
+    with pytest.raises(
+        NotImplementedError, match=r"a call of 40 rows and 41 keys whose mask has 40 rows and 40 keys \(the model adds"
+    ):
         attention(torch.nn.Module(), query, key, key, GeometryMask((1, 1, 40, 40), 0))
 
 

@@ -80,7 +80,7 @@ def test_summary_adds_up_the_rows():
         sparse = of_layer[of_layer.pattern != "dense"]
         assert layer.coverage == (pytest.approx(sparse.coverage.mean(), rel=1e-6) if len(sparse) else None)
         assert layer.patterns == pytest.approx(sparse.pattern.value_counts(normalize=True).to_dict())
-        assert layer.served_densely == pytest.approx(sparse.reason.notna().mean() if len(sparse) else 0)
+        assert layer.dense_heads == pytest.approx(sparse.reason.notna().mean() if len(sparse) else 0)
     assert [layer.ran for layer in summary.layers] == ["sparse", "both", "dense"]
     assert [layer.dense_calls for layer in summary.layers] == [0, 2, 6]
     assert summary.layers[1].reasons == {"short": 2}
