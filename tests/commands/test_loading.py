@@ -57,7 +57,7 @@ def cut(weights):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (renamed("module.{}"), rf"lacks {HEAD}, .* more of LlamaForCausalLM, .*; it has module\.{HEAD}, .* more, which .*"),
+        (renamed("module.{}"), rf"lacks {HEAD}, .* more of LlamaForCausalLM; such .*; it has module\.{HEAD}, .* more, which .*"),
         (renamed("base_model.{}.lora_A"), f"lacks {HEAD}, .*; it has base_model.*"),
         (without(Q_PROJ), f"lacks {Q_PROJ} of LlamaForCausalLM; such weights would be random"),
         (without(HEAD), f"lacks {HEAD} of LlamaForCausalLM; such weights would be random"),
