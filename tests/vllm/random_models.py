@@ -123,7 +123,7 @@ def qwen3_5(folder):
 
 def _gated(folder, kind, **options):
     kinds = {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64, "intermediate_size": 96}
-    states = {"linear_num_value_heads": 16, "linear_num_kv_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    states = {"linear_num_value_heads": 16, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
 
     def change(model):
         for name, parameter in model.named_parameters():
