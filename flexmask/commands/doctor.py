@@ -156,7 +156,7 @@ def _for_an_issue(document: dict[str, Any]) -> list[str]:
     """All that was found, in lines."""
     lines = [document["device"], " ".join(f"{name} {version}" for name, version in document["versions"].items() if version)]
     for name in ("backends", "known_issues", "self_test", "flash", "times"):
-        for found in document[name]:
+        for found in document.get(name, ()):  # without a self-test some are absent
             told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                     for key, value in found.items() if value not in ("", None))  # fmt: skip
             lines.append(f"{name}: {', '.join(told)}")

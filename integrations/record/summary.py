@@ -33,12 +33,12 @@ class LayerSummary:
         Calls by the reason for running dense.
     density
         Kept share of the visible blocks: mean over calls weighted by their query-key pairs. Dense calls, which have
-        no mask, count as 1; heads `dense_heads` count by their mask, as in `flexmask.SelectionStats`.
+        no mask, count as 1; heads that ran dense count by their mask, as in `flexmask.SelectionStats`.
     coverage, row_coverage
         Attention of the representative rows, and by hybrid's evidence of all rows, that the kept blocks hold, as in
         `flexmask.SelectionStats`: means over the heads of sparse calls, without batch rows of padding alone; None without one.
     lowest
-        Lowest coverage of a head's rows in sparse calls, without heads `dense_heads`: by query block (`min_row_coverage`),
+        Lowest coverage of a head's rows in sparse calls, without heads that ran dense: by query block (`min_row_coverage`),
         else of the representative rows. None if unknown.
     patterns
         Share of the heads of sparse calls by pattern, or by the method's name if it has none.

@@ -20,7 +20,7 @@ def _keys_and_values_kernel(
     pages,  # (pages of the request,)
     chunk_key, chunk_value,  # (rows, num_kv_heads, head_dim)
     key, value,  # (num_kv_heads, kv_len, head_dim), written
-    stride_page, stride_cache_head, stride_slot, stride_key_row, stride_kv_head, stride_value_row, stride_value_head,
+    stride_page, stride_cache_head, stride_slot, stride_key_row, stride_key_head, stride_value_row, stride_value_head,
     page_size, skipped, cached_len, kv_len,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _keys_and_values_kernel(
     if start + TILE > cached_len:
         m_chunk = ((o_token >= cached_len) & (o_token < kv_len))[:, None] & m_dim
         o_row = (o_token - cached_len).to(tl.int64)[:, None]
-        p_key = chunk_key + head * stride_kv_head + o_row * stride_key_row + o_dim[None, :]
+        p_key = chunk_key + head * stride_key_head + o_row * stride_key_row + o_dim[None, :]
         p_value = chunk_value + head * stride_value_head + o_row * stride_value_row + o_dim[None, :]
         tl.store(key + o_out, tl.load(p_key, mask=m_chunk, other=0), mask=m_chunk)
         tl.store(value + o_out, tl.load(p_value, mask=m_chunk, other=0), mask=m_chunk)

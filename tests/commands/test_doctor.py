@@ -89,6 +89,8 @@ def test_the_self_test_ends_with_times_and_a_block_for_an_issue(flexmask, monkey
     assert "error RuntimeError: no compiler" in timed if attention is raises else re.search(r"dense \S+, sparse \d", timed)
     assert len([line for line in block if line.startswith("self_test: method ")]) == 2
     assert "paste" not in flexmask("doctor", "--device", "cpu", code=commands.PROBLEM).stdout
+    untested = flexmask("doctor", "--device", "cpu", "--report", "--skip-self-test").stdout
+    assert "times: tokens 640" in untested and "self_test" not in untested
 
 
 @pytest.mark.parametrize(
