@@ -231,7 +231,7 @@ def test_what_is_no_number_stays_for_the_checks():
 @pytest.mark.parametrize("name", ["mask_mod", "score_mod", "block_mask", "attn_mask"])
 def test_a_mask_of_the_users_is_refused_with_the_way_to_pass_it(name):
     query = torch.zeros(1, 2, 64, 16)
-    with pytest.raises(TypeError, match=rf"got '{name}' .*pass as method a function that returns a BlockMask.*and_masks"):
+    with pytest.raises(TypeError, match=rf"got '{name}' .*pass method=f: .* returns a BlockMask with your mask_mod"):
         sparse_attention(query, query, query, **{name: None})
     with pytest.raises(TypeError) as other:
         sparse_attention(query, query, query, gama=0.9)
