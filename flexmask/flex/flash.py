@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexmask._torch import HAS_TRITON, in_dispatch_mode, is_traced, on_device
+from flexmask._torch import HAS_TRITON, in_dispatch_mode, is_fake, is_traced, on_device
 from flexmask.base.head_groups import flash_key_tile
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
@@ -17,13 +17,13 @@ from flexmask.flex.last_rows import LastRows, copies, split_copies, without_last
 from flexmask.flex.run import with_sinks
 
 if HAS_TRITON:
-    from flexmask.kernels.join_parts import join_parts
+    from flexmask.kernels.last_rows import join_parts
 
 
 def needs_no_mask_mod(inputs: AttentionInputs, block_size: int) -> bool:
     """True for an eager call in the kernel's blocks whose inputs, before `with_offset`, the kernel's own masks express."""
     value = inputs.value
-    if value is None or inputs.needs_grad or is_traced() or in_dispatch_mode():
+    if value is None or inputs.needs_grad or is_traced() or in_dispatch_mode() or is_fake(inputs.query):
         return False
     is_plain = inputs.attention_mask is None and inputs.offset is None and inputs.softcap is None
     head_dim, v_head_dim = inputs.query.shape[3], value.shape[3]

@@ -11,9 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flexmask._torch import HAS_TRITON, on_device
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import BlockLists
 from flexmask.base.visibility import num_blocks
+
+if HAS_TRITON:
+    from flexmask.kernels.last_rows import part_lists
 
 _MIN_BLOCKS = 8  # key blocks per part and query block of the copy; shorter parts were not tried
 
@@ -53,19 +57,12 @@ def last_rows_in_parts(inputs: AttentionInputs, block_size: int) -> LastRows | N
     copied = dense_blocks * block_size
     if parts < 2 or q_len <= copied:
         return None
-    part = torch.arange(parts, dtype=torch.int32, device=device).repeat_interleave(dense_blocks)
-    first, end = ((part + ends) * kv_blocks // parts for ends in (0, 1))
-    # blocks with a key that the last copy's first row does not see
-    partial = torch.where(part == parts - 1, kv_blocks - (kv_len - copied) // block_size, 0).to(torch.int32)
-    full = end - first - partial
-    entry = torch.arange(kv_blocks, dtype=torch.int32, device=device)
-    lists = []
-    for start, count in ((first + full, partial), (first, full)):
-        indices = torch.where(entry < count[:, None], start[:, None] + entry, 0)
-        lists += [x.expand(batch, num_heads, *x.shape).contiguous() for x in (count, indices)]
-    is_sparse = (torch.arange(q_blocks, device=device) < q_blocks - dense_blocks).to(torch.int32)
+    is_sparse = torch.ones(q_blocks, dtype=torch.int32, device=device)
+    is_sparse[-dense_blocks:] = 0
+    with on_device(device):
+        lists = part_lists(inputs.query, (batch, num_heads), dense_blocks, parts, kv_len, block_size)
     rows = q_len - (q_blocks - dense_blocks) * block_size
-    return LastRows(rows, copied, parts, BlockLists(*lists), is_sparse)
+    return LastRows(rows, copied, parts, lists, is_sparse)
 
 
 def without_last_rows(lists: BlockLists, last_rows: LastRows) -> BlockLists:

@@ -21,7 +21,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.block_masks.flexprefill import map_top_p_kernels
 from flexmask.integrations.vllm import pages_kernel
 from flexmask.integrations.vllm.pages import PageTable
-from flexmask.kernels.join_parts import join_parts
+from flexmask.kernels.last_rows import join_parts, part_lists
 from flexmask.selection.run import run_on_problem
 from tests.cases import Config
 
@@ -113,6 +113,7 @@ def launched(problem: Problem) -> dict[str, Variant]:
     pages_kernel.keys_and_values(cache, PageTable(torch.arange(2, dtype=torch.int32), 20), (row, row))
     out, lse = torch.empty(3, 2, 2, 4, head_dim, dtype=dtype), torch.empty(3, 2, 2, 4)
     join_parts(out, lse, out[0], lse[0])
+    part_lists(out, (1, 2), 1, 2, 1000, block_size)
     return found
 
 

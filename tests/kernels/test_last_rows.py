@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from flexmask.kernels.join_parts import join_parts
+from flexmask.kernels.last_rows import join_parts
 
 
 @pytest.mark.parametrize(("parts", "rows", "head_dim"), [(2, 1, 64), (8, 5, 80), (11, 13, 128), (19, 16, 16)])

@@ -1,15 +1,59 @@
-"""Triton kernel that joins attention to parts of the keys by their log-sum-exp."""
+"""Triton kernels for the last rows of a call, which attend to the keys in parts: the parts' lists, and their joined attention."""
 
 from __future__ import annotations
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
+from flexmask.base.selection import BlockLists
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 
+_TILE = 128
 # parts at a time, and their values in a program
 _AT_ONCE = 8
 _VALUES = 4096
+
+
+@kernel
+def _part_lists_kernel(
+    partial_count,  # (batch, num_heads, parts * blocks) int32
+    partial_indices,  # (batch, num_heads, parts * blocks, num_kv_blocks) int32
+    full_count, full_indices, num_kv_blocks, kv_len, parts,
+    blocks,  # query blocks of a copy of the rows
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    o_list = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    part = tl.program_id(0) // blocks
+    first = part * num_kv_blocks // parts
+    end = (part + 1) * num_kv_blocks // parts
+    # blocks with a key that the last copy's first row does not see
+    num_partial = tl.where(part == parts - 1, num_kv_blocks - (kv_len - blocks * BLOCK_SIZE) // BLOCK_SIZE, 0)
+    num_full = end - first - num_partial
+    tl.store(partial_count + o_list, num_partial)
+    tl.store(full_count + o_list, num_full)
+    for start in range(0, num_kv_blocks, TILE):
+        o_kv = start + tl.arange(0, TILE)
+        m_kv = o_kv < num_kv_blocks
+        p_entry = o_list * num_kv_blocks + o_kv
+        tl.store(partial_indices + p_entry, tl.where(o_kv < num_partial, first + num_full + o_kv, 0), mask=m_kv)
+        tl.store(full_indices + p_entry, tl.where(o_kv < num_full, first + o_kv, 0), mask=m_kv)
+
+
+def part_lists(like: Tensor, heads: tuple[int, int], blocks: int, parts: int, kv_len: int, block_size: int) -> BlockLists:
+    """Lists of `parts` copies of a call's last `blocks` query blocks, on the device of `like`: each has a part of the keys.
+
+    `heads` are batch and num_heads. Only the last copy has partial blocks.
+    """
+    num_kv_blocks = cdiv(kv_len, block_size)
+    shape = (*heads, parts * blocks)
+    partial_count, full_count = (like.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    partial_indices, full_indices = (like.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
+    lists = BlockLists(partial_count, partial_indices, full_count, full_indices)
+    _part_lists_kernel[(parts * blocks, heads[0] * heads[1])](
+        *lists, num_kv_blocks, kv_len, parts, blocks, BLOCK_SIZE=block_size, TILE=_TILE, num_warps=1
+    )
+    return lists
 
 
 @kernel
