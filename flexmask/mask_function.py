@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import Field, field, fields, make_dataclass
@@ -46,14 +44,10 @@ class MaskFunction(Protocol):
     ) -> BlockMask: ...
     @overload
     def __call__(
-        self, query: Tensor, key: Tensor, *options: Any, return_stats: Literal[True], **named: Any,
+        self, query: Tensor, key: Tensor, *options: Any, return_stats: Literal[True], **named: Any
     ) -> tuple[BlockMask, SelectionStats]: ...
     @overload
-    def __call__(
-        self, query: Tensor, key: Tensor, *options: Any, block_size: int = ..., scale: float | None = ...,
-        softcap: float | None = ..., window: int | None = ..., attention_mask: Tensor | None = ...,
-        q_offset: int | Tensor | None = ..., prompt_len: int | None = ..., return_stats: bool = ..., **named: Any,
-    ) -> Any: ...
+    def __call__(self, query: Tensor, key: Tensor, *options: Any, return_stats: bool, **named: Any) -> Any: ...
     # fmt: on
 
 
@@ -74,8 +68,9 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     read_fields(cls)
     other = METHODS.get(name)
     # a module may be imported again
-    if other is not None and _qualified_name(other) != _qualified_name(cls):
-        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {_qualified_name(other)}")
+    if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+        owner = f"{other.__module__}.{other.__qualname__}"
+        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {owner}")
     option_fields = [each for each in fields(cls) if each.name in cls.defaults]
     positional = [each.name for each in option_fields if not each.kw_only]
 
@@ -100,15 +95,9 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
                 raise TypeError(f"{function_name} got {option} twice, by position and by name")
             options[option] = value
         inputs = attention_inputs(
-            query,
-            key,
-            scale=scale,
-            softcap=softcap,
-            window=window,
-            attention_mask=attention_mask,
-            q_offset=q_offset,
+            query, key, scale=scale, softcap=softcap, window=window, attention_mask=attention_mask, q_offset=q_offset,
             prompt_len=prompt_len,
-        ).with_offset()
+        ).with_offset()  # fmt: skip
         fitted = cls.checked(block_size, options).for_inputs(inputs)
         needed = query.shape[0] * query.shape[1] * fitted.peak_bytes_per_head(inputs)
         if needed > _MAX_MASK_BYTES:
@@ -134,8 +123,8 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
         [query_parameter, key_parameter, *option_parameters, *common],
         return_annotation="BlockMask | tuple[BlockMask, SelectionStats]",
     )
-    function.__name__, function.__module__, function.__doc__ = function_name, cls.__module__, cls.__doc__
-    function.__qualname__ = cls.__qualname__.removesuffix(cls.__name__) + function_name
+    function.__name__ = function.__qualname__ = function_name
+    function.__module__, function.__doc__ = cls.__module__, cls.__doc__
     function.method = METHODS[name] = cls
     return cast(MaskFunction, make_mask)
 
@@ -180,11 +169,9 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     name = choose.__name__.removesuffix("_mask")
     body = {
         "select": lambda self, problem: choose(problem, **self.options),
-        # no module has the class under its name
-        "__reduce__": lambda self: _reduced(self, choose.__module__, name),
-        "defined_as": choose.__qualname__,
         "__module__": choose.__module__,
-        "__qualname__": choose.__qualname__.removesuffix("_mask"),
+        # where pickle finds the class
+        "__qualname__": f"{choose.__qualname__.removesuffix('_mask')}_mask.method",
         "__doc__": inspect.getdoc(choose),
     }
     cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)
@@ -193,23 +180,5 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     return mask_function(name, cls)
 
 
-def _reduced(method: Method, module: str, name: str) -> tuple[Any, ...]:
-    """Reduce a method of a function for pickling, as ``__reduce__`` does."""
-    if "__reduce__" in vars(type(method)):
-        return _unpickle_method, (module, name, vars(method))
-    # a subclass is in its module
-    return copyreg.__newobj__, (type(method),), vars(method)  # type: ignore[attr-defined]  # typeshed lacks it
-
-
-def _unpickle_method(module: str, name: str, values: dict[str, Any]) -> Method:
-    """Unpickle a method of a function; importing its module enters it into `METHODS`."""
-    importlib.import_module(module)
-    return METHODS[name].unchecked(**values)
-
-
 def _default_of(default: Any) -> Any:
     return default.default if isinstance(default, Field) else default
-
-
-def _qualified_name(cls: type[Method]) -> str:
-    return f"{cls.__module__}.{getattr(cls, 'defined_as', cls.__qualname__)}"
