@@ -164,8 +164,6 @@ def sparse_attention_varlen(
     policy, statistics = call_options.policy, STATISTICS if return_stats else ()
     reasons = [policy.size_reason(segment.q_len, segment.kv_len) for segment in nonempty]
     short = [segment for segment, reason in zip(nonempty, reasons, strict=True) if reason is not None]
-    for segment, reason in zip(nonempty, reasons, strict=True):
-        log_dense_once(reason, segment.q_len)
     dense = iter(dense_attention_packed(pack, short, return_lse, backend))
     out, lse, stats = None, [], []
     for segment, inputs, fitted_method, reason in zip(nonempty, segment_inputs, fitted_methods, reasons, strict=True):
@@ -174,8 +172,8 @@ def sparse_attention_varlen(
         else:
             # only for these: Dynamo never compiles a frame in which it first found nothing to compile
             plan = plan_call(inputs, fitted_method, call_options, return_lse)
-            log_dense_once(plan.reason, inputs.query.shape[2])
-            result = plan.attend(inputs, statistics)
+            result, reason = plan.attend(inputs, statistics), plan.reason
+        log_dense_once(reason, segment.q_len)
         if out is None:
             out = result.out.new_empty((query.shape[0], *result.out.shape[1::2]))
         out[segment.query] = result.out[0].transpose(0, 1)
@@ -220,7 +218,7 @@ def _on_host(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[list[int], list[int]
     rows, keys = by_name["cu_seqlens_q"], by_name["cu_seqlens_k"]
     if all(isinstance(x, Tensor) and x.device.type != "cpu" for x in (rows, keys)) and rows.device == keys.device:
         both = torch.cat([rows.long(), keys.long()]).tolist()
-        rows, keys = both[: len(rows)], both[len(rows) :]
+        return both[: len(rows)], both[len(rows) :]
     rows, keys = (x.tolist() if isinstance(x, Tensor) else list(x) for x in (rows, keys))
     return rows, keys
 

@@ -13,7 +13,7 @@ from flexmask.base.selection import BlockLists, Selection
 from flexmask.base.visibility import num_blocks
 from flexmask.method import METHODS, FittedMethod
 from flexmask.selection.prepare import PreparedSelection, with_device_numbers
-from flexmask.selection.run import run_kernels, run_plain
+from flexmask.selection.run import run_kernels
 from flexmask.stats import empty_statistics
 
 
@@ -65,12 +65,11 @@ def selection_operator(
     values = zip(names, [*tensors, *words, *integers], strict=True)
     options = {**dict.fromkeys(METHODS[method].defaults), **dict(values)}
     geometry = AttentionInputs(query, key, None, scale, softcap, window, attention_mask, offset, prompt_len=prompt_len)
-    inputs = geometry.with_offset()
-    fitted, wanted = METHODS[method].unchecked(block_size=block_size, **options), tuple(statistics)
-    prepared = PreparedSelection(FittedMethod(fitted), fitted, fitted.runs_kernels(query))
-    selection = run_kernels(prepared, inputs, with_map, wanted) if prepared.by_kernels else run_plain(prepared, inputs, wanted)
-    keep = selection.keep if with_map and selection.keep is not None else query.new_empty(0, dtype=torch.bool)
-    return [*selection.lists, keep, *selection.stats.values()]
+    fitted = FittedMethod(METHODS[method].unchecked(block_size=block_size, **options))
+    prepared = PreparedSelection(fitted, fitted, True)
+    selection = run_kernels(prepared, geometry.with_offset(), with_map, tuple(statistics))
+    keep = selection.keep if with_map else None
+    return [*selection.lists, query.new_empty(0, dtype=torch.bool) if keep is None else keep, *selection.stats.values()]
 
 
 _OPERATOR = inspect.signature(selection_operator._init_fn)

@@ -49,8 +49,11 @@ def prepare_selection(
         # a launch takes numbers as they are
         for_steps = with_device_numbers(method, query, keep_numbers=by_kernels)
         if by_kernels:
-            known = None if reuse_from is None else reuse_from.kernel_geometry
-            return PreparedSelection(method, for_steps, True, kernel_geometry=known or _kernel_geometry(inputs, size))
+            kernel_geometry = None if reuse_from is None else reuse_from.kernel_geometry
+            if kernel_geometry is None:
+                with on_device(query.device):
+                    kernel_geometry = kernels.kernel_geometry(inputs, size)
+            return PreparedSelection(method, for_steps, True, kernel_geometry=kernel_geometry)
         floats_per_row = method.floats_per_row(inputs.key.shape[2])
         if floats_per_row:
             # a slice materializes its float32 values, and as much again
@@ -63,11 +66,6 @@ def prepare_selection(
         if geometry is None and runs_uncompiled(query) and not is_traced():
             geometry = block_problem(inputs, size, plain).geometry
         return PreparedSelection(method, for_steps, False, geometry=geometry)
-
-
-def _kernel_geometry(inputs: PositionedInputs, block_size: int) -> KernelGeometry:
-    with on_device(inputs.query.device):
-        return kernels.kernel_geometry(inputs, block_size)
 
 
 def with_replay(prepared: PreparedSelection) -> PreparedSelection:
