@@ -60,10 +60,8 @@ VARIANTS = {
     "multi-query, left padding": {"heads": (3, 1), "batch": 2, "attention_mask": padding(300, ("left", 70), ("left", 5))},
     "chunk inside a block": {"q_len": 150, "kv_len": 333, "block_size": 32},
     "value wider": {"head_dims": (16, 80), "block_size": 48},
-    "published": {"method": "published", "q_len": 304, "tau": 0.3, "min_budget": 16},
     "hybrid": {"method": "hybrid", "q_len": 304, "gamma": 0.7},
     "one map of all heads": {"method": "streaming_llm", "sink_blocks": 1, "window_blocks": 2},
-    "slices of rows": {"method": "oracle", "q_len": 304, "gamma": 0.6},
     "everything": {
         "q_len": 170, "kv_len": 280, "batch": 3, "attention_mask": padding(280, ("holes", 7), ("all", 0), ("right", 100)),
         "q_offset": torch.tensor([100, 7, 0]), "scores": {"window": 120, "softcap": 5.0, "scale": 0.3}, "min_budget": 16,

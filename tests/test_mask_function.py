@@ -1,6 +1,5 @@
 """The decorator `method`: a function that keeps blocks becomes a mask function and a method in METHODS."""
 
-import copy
 import functools
 import inspect
 import pickle
@@ -82,13 +81,11 @@ def test_a_function_keeps_its_defaults_as_values_which_torch_compile_traces():
 def test_a_method_is_frozen_and_its_options_are_checked_when_it_is_made():
     made = Hybrid(0.8, min_budget=np.int32(64), block_size=32)
     assert (made.gamma, made.min_budget, made.row_stride, made.block_size) == (0.8, 64, 8, 32)
-    assert type(made.min_budget) is int and made.with_options(gamma=0.5).options == {**made.options, "gamma": 0.5}
+    assert type(made.min_budget) is int
     with pytest.raises(FrozenInstanceError):
         made.gamma = 0.9
     with pytest.raises(ValueError, match="gamma must be in"):
         Hybrid(2)
-    with pytest.raises(ValueError, match=r"row_stride must be a divisor of block_size \(32\)"):
-        Hybrid(row_stride=5, block_size=32)
 
 
 def test_options_come_by_position_or_by_name():
@@ -101,27 +98,19 @@ def test_options_come_by_position_or_by_name():
         every_nth_mask(query, query, 3, n=4)
 
 
-@pytest.mark.parametrize("name", [*METHODS, *OWN])
-def test_methods_pickle_and_print(name):
-    made = METHODS[name](block_size=64)
-    again = pickle.loads(pickle.dumps(made))
-    assert type(again) is METHODS[name] and vars(again) == vars(made) and repr(again) == repr(made)
-    printed = repr(made).split("(")[0].removesuffix("_mask.method")
-    assert printed.replace("_", "").lower() == name.replace("_", "")
-
-
 class FirstBlock(every_nth_mask.method):  # type: ignore[misc, name-defined]
     def select(self, problem):
         return problem.first_blocks(1)
 
 
-def test_a_subclass_pickles_as_itself():
-    made = FirstBlock(n=3, block_size=64)
-    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        assert type(again) is FirstBlock and vars(again) == vars(made)
+@pytest.mark.parametrize("cls", [*METHODS.values(), *OWN.values(), FirstBlock], ids=lambda cls: cls.__qualname__)
+def test_methods_pickle_as_their_class(cls):
+    made = cls(block_size=64)
+    again = pickle.loads(pickle.dumps(made))
+    assert type(again) is cls and vars(again) == vars(made)
 
 
-def test_what_holds_a_method_pickles():
+def test_settings_and_plans_pickle():
     settings = PrefillSettings("moa", plan=(64, 0.5), layers={1: {"sink_blocks": 2}})
     again = pickle.loads(pickle.dumps(settings))
     assert again == settings and again.layer_method(1).options == {"plan": (64, 0.5), "sink_blocks": 2}

@@ -1,7 +1,9 @@
 """plan: made once, run for many layers; each run gives what sparse_attention gives, or refuses."""
 
 import gc
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,12 @@ import torch
 import flexmask
 from flexmask import plan, sparse_attention
 from tests.attention_calls import padding
-from tests.call_trace import functions_before_the_method
+from tests.repository import ROOT
 
 OWN: dict[str, Any] = {"gamma": 0.9, "min_budget": 16, "min_coverage": 0.0, "last_rows_dense": False}
-OPTIONS = {**OWN, "block_size": 16, "dense_below": 0}
+BLOCKS: dict[str, Any] = {"block_size": 16, "dense_below": 0}
+OPTIONS = {**OWN, **BLOCKS}
 CHUNK = (63, 200)
-WHOLE = ((129, 129), (127, 127))
 
 
 def layer(q_len=129, kv_len=129, heads=4, kv_heads=2, batch=2, dim=16):
@@ -24,31 +26,29 @@ def layer(q_len=129, kv_len=129, heads=4, kv_heads=2, batch=2, dim=16):
     return [3 * query, key, value]
 
 
-KINDS = {
-    "plain": lambda n: {},
-    "padded": lambda n: {"attention_mask": padding(n, ("left", 9), ("right", 5))},
-    "windowed": lambda n: {"window": 100},
-    "in groups": lambda n: {"max_mask_bytes": 1},
-    "capped": lambda n: {"softcap": 3.0, "scale": 0.3},
-    "dense": lambda n: {"dense_below": 2**20},
-    "in slices": lambda n: {"method": "xattention", "threshold": 0.5},
-    "by a user": lambda n: {"method": lambda query, key, **where: flexmask.hybrid_mask(query, key, **OWN, **where)},
-}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": OWN,
+    "padded": {**OWN, "attention_mask": padding(CHUNK[1], ("left", 9), ("right", 5))},
+    "windowed": {**OWN, "window": 100},
+    "in groups": {**OWN, "max_mask_bytes": 1},
+    "capped": {**OWN, "softcap": 3.0, "scale": 0.3},
+    "dense": {**OWN, "dense_below": 2**20},
+    "in slices": {"method": "xattention", "threshold": 0.5, "max_mask_bytes": 1},
+    "by a user": {"method": lambda query, key, **where: flexmask.hybrid_mask(query, key, **OWN, **where)},
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     [
         *((kind, CHUNK) for kind in ("plain", "padded", "in groups", "dense", "by a user")),
-        ("windowed", WHOLE[0]),
+        ("windowed", (129, 129)),
         *(pytest.param(kind, CHUNK, marks=pytest.mark.slow) for kind in ("windowed", "capped", "in slices")),
-        pytest.param("plain", WHOLE[1], marks=pytest.mark.slow),
+        pytest.param("plain", (127, 127), marks=pytest.mark.slow),
     ],
 )
 def test_each_run_equals_its_own_call(kind, lengths):
-    options = {**OPTIONS, **KINDS[kind](lengths[1])}
-    if "method" in options:
-        options = {name: x for name, x in options.items() if name not in OWN}
+    options = {**BLOCKS, **KINDS[kind]}
     layers, densities = [layer(*lengths) for _ in range(3)], []
     made = plan(*layers[0], **options)
     for tensors in layers:
@@ -140,6 +140,21 @@ def test_runs_inside_of_a_compiled_forward():
 def test_few_functions_run_between_plan_run_and_the_method():
     made, tensors = plan(*layer(), **OPTIONS), layer()
     made.run(*tensors)
-    entered = functions_before_the_method(lambda: made.run(*tensors))
-    assert len(entered) <= 25, entered
-    assert len({file for file, _ in entered}) <= 8, entered
+    methods = str(ROOT / "block_masks")
+    ours, entered, is_there = (str(ROOT / "flexmask"), methods, str(ROOT / "integrations")), set(), False
+
+    def profile(frame, event, _):
+        nonlocal is_there
+        file, name = str(Path(frame.f_code.co_filename).resolve()), frame.f_code.co_name
+        if not is_there and event == "call" and file.startswith(ours) and not name.startswith("<"):
+            is_there = file.startswith(methods)
+            entered.add((file, name))
+
+    sys.setprofile(profile)
+    try:
+        made.run(*tensors)
+    finally:
+        sys.setprofile(None)
+    # the method's first step is one of them
+    assert is_there and len(entered) <= 26, entered
+    assert len({file for file, _ in entered}) <= 9, entered

@@ -62,28 +62,29 @@ def one_call(inputs: list[Tensor], q_bounds: list[int], k_bounds: list[int], **s
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"window": 200, "gamma": 0.2}, "softcap and scale": {"softcap": 3.0, "scale": 0.3},
-    "sinks": {"sinks": SINKS}, "everything": {"window": 220, "gamma": 0.2, "softcap": 3.0, "scale": 0.3, "sinks": SINKS},
-    "gammas by head": {"gamma": [0.3, 0.5, 0.7, 1.0]}, "a tensor of gammas": {"gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
-    "hybrid": {"method": "hybrid", "gamma": 0.3},
-}  # fmt: skip
-# hybrid has no tau
-OPTIONS = {name: {k: v for k, v in {**SPARSE, **own}.items() if name != "hybrid" or k != "tau"} for name, own in VARIANTS.items()}
+    "plain": SPARSE,
+    "everything": {**SPARSE, "window": 220, "gamma": 0.2, "softcap": 3.0, "scale": 0.3, "sinks": SINKS},
+    "gammas by head": {**SPARSE, "gamma": [0.3, 0.5, 0.7, 1.0]},
+    "a tensor of gammas": {**SPARSE, "gamma": torch.tensor([0.3, 0.5, 0.7, 1.0])},
+    "hybrid": {"method": "hybrid", "gamma": 0.3, "block_size": 32, "min_budget": 0},
+}
 # those that compile nothing of their own
 CHEAP = {"plain", "hybrid"}
-SPARSELY = [pytest.mark.attention]
 
 
 @pytest.mark.parametrize(
     ("name", "below"),
     [
-        *(pytest.param(name, LONG, marks=SPARSELY if name in CHEAP else [*SPARSELY, pytest.mark.slow]) for name in VARIANTS),
+        *(
+            pytest.param(name, LONG, marks=[pytest.mark.attention, *([] if name in CHEAP else [pytest.mark.slow])])
+            for name in VARIANTS
+        ),
         *((name, 10**6) for name in VARIANTS),
     ],
 )
 def test_each_sequence_gets_what_it_gets_alone(name, below):
     inputs, q_bounds, k_bounds = pack()
-    keywords = {**OPTIONS[name], "dense_below": below, "return_stats": True}
+    keywords = {**VARIANTS[name], "dense_below": below, "return_stats": True}
     with torch.no_grad():
         expected = alone(inputs, q_bounds, k_bounds, **keywords)
         out, stats = flexprefill_attention_varlen(*inputs, q_bounds, k_bounds, **keywords)
@@ -213,6 +214,7 @@ def test_one_call_for_all_dense_sequences_is_dense_attention(device, scores):
 
 
 META = torch.tensor([0, 30, 60]).to("meta")
+NO_ROWS = {"query": torch.empty(0, 4, 16), "cu_seqlens_q": [0, 0], "cu_seqlens_k": [0, 60]}
 BOUNDS_REFUSED: list[tuple[Any, type[Exception], str]] = [
     ([1, 30, 50], ValueError, r"cu_seqlens_q must begin at 0; got 1"),
     ([0, 30, 49], ValueError, r"cu_seqlens_q must end at total_q = 50; got 49"),
@@ -222,25 +224,14 @@ BOUNDS_REFUSED: list[tuple[Any, type[Exception], str]] = [
     ([0, 31, 50], ValueError, r"cu_seqlens_q must give .* sequence 0 has 31 rows and 30 keys"),
     ([0.0, 30.0, 50.0], TypeError, r"cu_seqlens_q\[0\] must be an int; got float"),
     (torch.tensor([False, True]), TypeError, r"cu_seqlens_q must be integer; got torch.bool"),
-    (torch.tensor([0.0, 30.0, 50.0]), TypeError, r"cu_seqlens_q must be integer; got torch.float32"),
     (torch.tensor([[0, 30, 50]]), ValueError, r"cu_seqlens_q must be \(num_sequences \+ 1,\); got shape \(1, 3\)"),
     ("0", TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got str"),
-    (META, ValueError, r"cu_seqlens_q must hold values; got a tensor on the meta device"),
-    (None, TypeError, r"cu_seqlens_q must be a tensor or a sequence of ints; got NoneType"),
 ]
-NO_ROWS = {"query": torch.empty(0, 4, 16), "cu_seqlens_q": [0, 0]}
-NO_KEYS = dict.fromkeys(("key", "value"), torch.empty(0, 2, 16))
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({"cu_seqlens_q": bounds}, error, message) for bounds, error, message in BOUNDS_REFUSED),
     ({"cu_seqlens_k": META}, ValueError, "cu_seqlens_k must hold values; got a tensor on the meta device"),
-    (
-        {"cu_seqlens_q": torch.tensor([0, 30, 50]), "cu_seqlens_k": META},
-        ValueError,
-        "cu_seqlens_k must hold values; got a tensor",
-    ),
     ({"query": torch.randn(1, 50, 4, 16)}, ValueError, r"query must be \(total_q, num_heads, head_dim\); got shape"),
-    ({**NO_ROWS, "cu_seqlens_k": [0, 60]}, ValueError, r"^query must not be empty; got shape \(0, 4, 16\)$"),
-    ({**NO_ROWS, **NO_KEYS, "cu_seqlens_k": [0, 0]}, ValueError, r"^query must not be empty; got shape \(0, 4, 16\)$"),
+    (NO_ROWS, ValueError, r"^query must not be empty; got shape \(0, 4, 16\)$"),
     ({"key": [1]}, TypeError, r"key must be a tensor \(total_k"),
     ({"value": torch.randn(50, 2, 16)}, ValueError, r"value must have key's total_k and num_kv_heads \(60, 2\); got \(50, 2\)"),
     ({"key": torch.randn(60, 2, 16).half()}, TypeError, r"key must have query's dtype"),
@@ -253,7 +244,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "published", "block_size": 16}, ValueError, r"method 'published' needs a whole prompt"),
     ({"return_lse": "no"}, TypeError, r"return_lse must be True or False; got 'no'"),
     ({"return_stats": 1}, TypeError, r"return_stats must be True or False; got 1"),
-    ({"method": "hybrid", "tau": 0.1}, TypeError, r"method 'hybrid' takes the options .*; got 'tau'"),
 ]
 
 
