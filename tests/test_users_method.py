@@ -1,6 +1,7 @@
 """A user's mask function in sparse_attention: wrong masks are refused by name, others limited to what the call shows."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -90,7 +91,6 @@ def with_mask_mod(mask_mod: Any) -> BlockMask:
 
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: None, TypeError, "a BlockMask; got NoneType"),
-    (lambda: (of_heads(1, 1), None), TypeError, "a BlockMask; got tuple"),
     (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
     (lambda: made_of(COUNTS, FEWER), ValueError, "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)"),
     (lambda: made_of(COUNTS, INDICES, *ODD), ValueError, "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)"),
@@ -249,10 +249,8 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
     query, key, value = (torch.randn(1, 2, length, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     with torch.no_grad():
         out = sparse_attention(query, key, value, near, block_size=BLOCK, dense_below=0)
-    index = torch.arange(length)
-    distance = index[:, None] - index
-    visible = ((distance >= 0) & (distance < reach)).expand(1, 2, -1, -1)
-    assert_same_attention(out, masked_attention(query, key, value, visible)[0])
+    visible = seen_pairs(length, torch.zeros(1).long(), torch.ones(1, length).bool(), math.ceil(reach))
+    assert_same_attention(out, masked_attention(query, key, value, visible[:, None].expand(-1, 2, -1, -1))[0])
     return out
 
 
