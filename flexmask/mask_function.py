@@ -164,8 +164,8 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         options.append((each.name, hints.get(each.name, Any), option))
     # torch.compile (2.11) traces no function with a Field
     function = cast(Any, choose)
-    function.__defaults__ = tuple(_default_of(x) for x in function.__defaults__ or ()) or None
-    function.__kwdefaults__ = {name: _default_of(x) for name, x in (function.__kwdefaults__ or {}).items()} or None
+    function.__defaults__ = tuple(option.default for _, _, option in options if not option.kw_only)
+    function.__kwdefaults__ = {name: option.default for name, _, option in options if option.kw_only}
     name = choose.__name__.removesuffix("_mask")
     body = {
         "select": lambda self, problem: choose(problem, **self.options),
@@ -178,7 +178,3 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     for each, (_, _, option) in zip(declared, options, strict=True):
         option.type = each.annotation  # as written, for help()
     return mask_function(name, cls)
-
-
-def _default_of(default: Any) -> Any:
-    return default.default if isinstance(default, Field) else default
