@@ -140,19 +140,20 @@ def lists_of(keep: Tensor, dtype: torch.dtype = torch.int32, beyond: int = 0) ->
     return number.to(dtype), torch.where(torch.arange(keep.shape[-1]) < number[..., None], order, beyond).to(dtype)
 
 
-def kept_lists() -> dict[str, tuple[tuple[Tensor, ...], Tensor]]:
-    number, indices = lists_of(KEEP)
-    nothing = lists_of(NOTHING)
-    narrow = KEEP & (KEEP.cumsum(-1) <= 3)
-    return {
-        "partial": ((number, indices), KEEP), "both": ((*lists_of(KEEP & ~SOME), *lists_of(SOME)), KEEP),
-        "every block full": ((*nothing, *lists_of(~NOTHING)), ~NOTHING),
-        "a block in both lists": ((number, indices, *lists_of(SOME)), KEEP),
-        "a block twice in a list": ((number + (number > 0), torch.cat([indices[..., :1], indices], -1)), KEEP),
-        "narrow": ((lists_of(narrow)[0], lists_of(narrow)[1][..., :3]), narrow),
-        "descending": ((number, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP), "int64": (lists_of(KEEP, torch.int64), KEEP),
-        "large numbers past the count": (lists_of(KEEP, beyond=10**6), KEEP), "one head": (lists_of(KEEP[:, :1]), KEEP[:, :1]),
-    }  # fmt: skip
+NUMBER, ORDER = lists_of(KEEP)
+NARROW = KEEP & (KEEP.cumsum(-1) <= 3)
+LISTS: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {
+    "partial": ((NUMBER, ORDER), KEEP),
+    "both": ((*lists_of(KEEP & ~SOME), *lists_of(SOME)), KEEP),
+    "every block full": ((*lists_of(NOTHING), *lists_of(~NOTHING)), ~NOTHING),
+    "a block in both lists": ((NUMBER, ORDER, *lists_of(SOME)), KEEP),
+    "a block twice in a list": ((NUMBER + (NUMBER > 0), torch.cat([ORDER[..., :1], ORDER], -1)), KEEP),
+    "narrow": ((lists_of(NARROW)[0], lists_of(NARROW)[1][..., :3]), NARROW),
+    "descending": ((NUMBER, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP),
+    "int64": (lists_of(KEEP, torch.int64), KEEP),
+    "large numbers past the count": (lists_of(KEEP, beyond=10**6), KEEP),
+    "one head": (lists_of(KEEP[:, :1]), KEEP[:, :1]),
+}
 
 
 pairs_of = functools.partial(over_tokens, sizes=(BLOCK, BLOCK), lengths=(LENGTH, LENGTH))
@@ -165,9 +166,8 @@ def expected(pairs: Tensor) -> Tensor:
 
 
 @pytest.mark.attention
-@pytest.mark.parametrize("name", kept_lists())
-def test_lists_of_any_layout_keep_their_blocks_and_nothing_hidden(name):
-    lists, keep = kept_lists()[name]
+@pytest.mark.parametrize(("lists", "keep"), LISTS.values(), ids=LISTS)
+def test_lists_of_any_layout_keep_their_blocks_and_nothing_hidden(lists, keep):
     out = attend(made_of(*lists), **PADDED)
     assert_same_attention(out, expected(pairs_of(keep)))
     with pytest.raises(AssertionError, match="not close"):  # later positions and padding would show
