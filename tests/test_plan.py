@@ -146,15 +146,15 @@ def test_few_functions_run_between_plan_run_and_the_method():
     def profile(frame, event, _):
         nonlocal is_there
         file, name = str(Path(frame.f_code.co_filename).resolve()), frame.f_code.co_name
-        if not is_there and event == "call" and file.startswith(ours) and not name.startswith("<"):
-            is_there = file.startswith(methods)
-            entered.add((file, name))
+        if event == "call" and file.startswith(ours) and not name.startswith("<"):
+            is_there = is_there or file.startswith(methods)
+            if not is_there:
+                entered.add((file, name))
 
     sys.setprofile(profile)
     try:
         made.run(*tensors)
     finally:
         sys.setprofile(None)
-    # the method's first step is one of them
-    assert is_there and len(entered) <= 26, entered
-    assert len({file for file, _ in entered}) <= 9, entered
+    assert is_there and len(entered) <= 25, entered
+    assert len({file for file, _ in entered}) <= 8, entered
