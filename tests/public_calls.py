@@ -48,8 +48,9 @@ def users(query: Tensor, key: Tensor, **options: Any) -> BlockMask:
     return mask
 
 
-def mask(name: str, **options: Any) -> Any:
-    return MASKS[name](*inputs()[:2], block_size=32, return_stats=True, **SPARSE[name], **options)
+def mask(name: str, *given: Tensor, **options: Any) -> Any:
+    query, key, _ = given or inputs()
+    return MASKS[name](query, key, block_size=32, return_stats=True, **SPARSE[name], **options)
 
 
 def layer(head_dim: int = 16) -> SparseLayer:
@@ -69,23 +70,28 @@ def engines_start() -> None:
 
 
 EVERYTHING: dict[str, Any] = {"attention_mask": PADDING, "window": 200, "softcap": 20.0}
-UNCOMPILED: dict[str, Callable[[], Any]] = {
-    "dense": lambda: attention(dense_below=None, return_stats=True),
-    "dense, padded window": lambda: attention(dense_below=None, attention_mask=PADDING, window=100),
-    "dense, written out": lambda: attention(dense_below=None, softcap=3.0, sinks=SINKS, return_lse=True),
-    "packed, dense": lambda: varlen(BOUNDS_TENSOR, dense_below=None),
+# of query, key and value of 256 tokens and head_dim 16, by default `inputs()`
+UNCOMPILED: dict[str, Callable[..., Any]] = {
+    "dense": functools.partial(attention, dense_below=None, return_stats=True),
+    "dense, padded window": functools.partial(attention, dense_below=None, attention_mask=PADDING, window=100),
+    "dense, written out": functools.partial(attention, dense_below=None, softcap=3.0, sinks=SINKS, return_lse=True),
+    "packed, dense": functools.partial(varlen, BOUNDS_TENSOR, dense_below=None),
     **{f"mask of {name}": functools.partial(mask, name) for name in MASKS},
     **{f"padded window of {name}": functools.partial(mask, name, **EVERYTHING) for name in ("flexprefill", "hybrid")},
-    "query-aware, capped": lambda: mask("flexprefill", tau=1.0, max_budget=128),
+    "query-aware, capped": functools.partial(mask, "flexprefill", tau=1.0, max_budget=128),
 }
-COMPILED: dict[str, Callable[[], Any]] = {
-    "sparse": attention, "sparse, statistics": lambda: attention(return_stats=True),
-    "sparse, padded window": lambda: attention(attention_mask=PADDING, window=100),
-    "a user's method": lambda: sparse_attention(*inputs(), users, block_size=32, dense_below=0), "packed": lambda: varlen(BOUNDS),
-    "packed, bounds in a tensor": lambda: varlen(BOUNDS_TENSOR),
-    "warmup": lambda: warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS), "engines: a prompt": lambda: engines(256),
-    "engines: a chunk": lambda: engines(100), "engines: start": engines_start,
-}  # fmt: skip
+COMPILED: dict[str, Callable[..., Any]] = {
+    "sparse": attention,
+    "sparse, statistics": functools.partial(attention, return_stats=True),
+    "sparse, padded window": functools.partial(attention, attention_mask=PADDING, window=100),
+    "a user's method": lambda: sparse_attention(*inputs(), users, block_size=32, dense_below=0),
+    "packed": functools.partial(varlen, BOUNDS),
+    "packed, bounds in a tensor": functools.partial(varlen, BOUNDS_TENSOR),
+    "warmup": lambda: warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS),
+    "engines: a prompt": functools.partial(engines, 256),
+    "engines: a chunk": functools.partial(engines, 100),
+    "engines: start": engines_start,
+}
 
 
 def tensors_of(found: Any) -> list[Tensor]:
@@ -98,7 +104,7 @@ def tensors_of(found: Any) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else []
 
 
-def results(calls: dict[str, Callable[[], Any]]) -> dict[str, list[Tensor]]:
+def results(calls: dict[str, Callable[..., Any]]) -> dict[str, list[Tensor]]:
     return {name: tensors_of(call()) for name, call in calls.items()}
 
 

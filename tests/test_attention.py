@@ -56,12 +56,10 @@ def test_flash_attention_2_is_not_taken_for_4(tmp_path, monkeypatch, name):
     assert has_flash_package() == (name == "block_sparsity.py")
 
 
-QUERY, KEY, VALUE = (torch.randn(2, heads, 100, 32, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
-
-
 def test_the_recommended_method_is_the_default(without_kernel):
+    tensors = [torch.randn(2, heads, 100, 32) for heads in (4, 2, 2)]
     options = {"block_size": 16, "dense_below": 0, "return_stats": True}
-    (_, default), (_, named) = (sparse_attention(QUERY, KEY, VALUE, *method, **options) for method in ((), ("hybrid",)))
+    (_, default), (_, named) = (sparse_attention(*tensors, *method, **options) for method in ((), ("hybrid",)))
     # a statistic of hybrid's alone
     assert torch.equal(default.row_coverage, named.row_coverage) and not default.row_coverage.isnan().any()
 
@@ -243,8 +241,8 @@ def keeping(keep):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int64])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_an_offset_of_any_integer_dtype_is_clamped(without_kernel, dtype, shape):
-    query, key = QUERY[:1, :, :40], KEY[:1].repeat(1, 1, 4, 1)
+def test_an_offset_of_any_integer_dtype_is_clamped(dtype, shape):
+    query, key = torch.randn(1, 4, 40, 32), torch.randn(1, 2, 400, 32)
     for place in (7, 100):
         offsets = (place, torch.full(shape, place, dtype=dtype))
         assert torch.equal(*(causal_mask(query, key, q_offset=offset, block_size=16).to_dense() for offset in offsets))

@@ -1,7 +1,6 @@
 """Under autocast every public call takes query, key and value in its dtype, as SDPA does, and computes without it."""
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -9,15 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from flexmask import flexprefill_mask, sparse_attention, warmup
-from tests import public_calls
-from tests.attention_calls import SINKS
-from tests.block_masks.definitions import MASKS, SPARSE
 from tests.compile_support import counting as counting
 from tests.compile_support import lists_of, traced
-from tests.public_calls import OPTIONS, assert_same_results, attention, engines, tensors_of, varlen
+from tests.public_calls import COMPILED, OPTIONS, UNCOMPILED, assert_same_results, attention, inputs, tensors_of
 
-inputs = functools.partial(public_calls.inputs, 384, 32)
-BOUNDS = [0, 200, 200, 384]
 LOWER = (torch.bfloat16, torch.float16)
 lower = pytest.mark.parametrize("dtype", LOWER, ids=str)
 
@@ -28,19 +22,8 @@ def users_method(query, key, **options):
 
 
 SPARSE_CALLS = {
-    "sparse_attention": lambda *given: attention(*given, return_stats=True),
-    "sparse_attention_varlen": lambda *given: varlen(BOUNDS, *given, dense_below=0, return_stats=True),
+    **{name: COMPILED[name] for name in ("sparse, statistics", "packed", "engines: a prompt")},
     "a user's method": lambda query, key, value: sparse_attention(query, key, value, users_method, block_size=32, dense_below=0),
-    "an engine": functools.partial(engines, 384),
-}
-DENSE_CALLS = {
-    "dense": lambda *given: sparse_attention(*given, return_stats=True),
-    "dense, written out": lambda *given: sparse_attention(*given, softcap=3.0, sinks=SINKS, return_lse=True),
-    "dense, packed": lambda *given: varlen(BOUNDS, *given, dense_below=None, return_stats=True),
-}
-MASK_CALLS = {
-    f"{name}_mask": lambda query, key, value, name=name: MASKS[name](query, key, **SPARSE[name], block_size=32, return_stats=True)
-    for name in MASKS
 }
 
 
@@ -54,7 +37,7 @@ def assert_follows(call: Any, dtype: torch.dtype) -> None:
 
 
 @lower
-@pytest.mark.parametrize("call", [*DENSE_CALLS.values(), *MASK_CALLS.values()], ids=[*DENSE_CALLS, *MASK_CALLS])
+@pytest.mark.parametrize("call", UNCOMPILED.values(), ids=UNCOMPILED)
 def test_masks_and_dense_attention_follow_autocast(call, dtype):
     assert_follows(call, dtype)
 
@@ -69,7 +52,7 @@ def test_sparse_attention_follows_autocast(call):
 def test_a_warm_up_under_autocast_serves_calls_under_it(counting):
     query, key, value = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        warmup(4, 2, 32, dtype=torch.float32, device="cpu", **OPTIONS)
+        warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS)
         graphs = counting.frame_count
         attention(query, key, value.bfloat16())
     assert counting.frame_count == graphs > 0
@@ -105,7 +88,7 @@ def test_gradients_pass_the_cast():
 
 @pytest.mark.parametrize("outside", [True, False], ids=["compiled under autocast", "autocast within"])
 def test_traced_calls_follow_autocast(outside):
-    given = [x[:, :, :300].contiguous() for x in inputs()]
+    given = inputs(300, 32)
     halves = [x.bfloat16() for x in given]
     lists, dense = lists_of(flexprefill_mask(*halves[:2], **OPTIONS)), sparse_attention(*halves)
 
