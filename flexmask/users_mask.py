@@ -47,13 +47,11 @@ def users_choice(problem: BlockProblem, function: Callable[..., Any], name: str,
 
 def check_takes_keywords(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
     """TypeError unless a user's function can be called as `users_choice` calls it."""
+    signature: Any = "no signature"
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some builtins
-        return
-    try:
         signature.bind(None, None, **dict.fromkeys((*_KEYWORDS, *options)))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # some builtins have no signature
         raise TypeError(
             f"method {name} must be a function of query and key that takes the keywords {', '.join((*_KEYWORDS, *options))} "
             f"(or **keywords) and returns a BlockMask; got one with {signature}: {error}"
