@@ -18,20 +18,17 @@ class Hip(Method):
 
     Keeps sinks and window. The key blocks between them are cut into k = `topk_blocks` chunks; every chunk is halved and the best
     k halves stay, until each is one block. A chunk's score is the largest of the middle valid key of its middle block with every
-    `query_stride`-th row of the query block. Of equal scores the earlier half wins.
+    `query_stride`-th row of the query block. Of equal scores the earlier half wins. All else is as in `flexprefill_mask`.
 
     Source: HiP (https://arxiv.org/abs/2406.09827), algorithm "Mask estimation".
 
     Differs from the paper: its descent goes on to chunks of two keys; here k whole blocks are kept. All representative keys are
     scored at once, at a cost of rows times blocks instead of n log n.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     topk_blocks
-        Blocks, >= 1, that the descent ends with per row. Default 16 (2048 tokens in blocks of 128: the second version's last
-        stage).
+        Blocks, >= 1, that the descent ends with. Default 16 (2048 tokens in blocks of 128: the second version's last stage).
     sink_blocks
         Blocks, >= 0. Default 2 (256 tokens, second version).
     window_blocks

@@ -27,14 +27,13 @@ class MInference(Method):
     diagonal's sum; the first 30 valid keys and the offsets 0 to 99 come first. A head's plan (V, S) says how many of each are
     kept. ``lines="pooled"`` keeps the ``ceil(V / block_size)`` key blocks and ``ceil(S / block_size)`` block diagonals with the
     largest pooled sums. ``lines="covering"`` keeps every block that one of the V keys or S offsets touches.
+    All else is as in `flexprefill_mask`.
 
     Source: MInference (https://arxiv.org/abs/2407.02490), section 3.2, algorithm "Vertical-Slash Head".
 
     Differs from the paper: its kernel reads single columns. "pooled" is a coarser mask of the same budget, whose slashes count
     for both block diagonals that they cross; "covering" is a superset, nearly dense where columns scatter. The paper's other
     patterns are `tri_shape_mask` and `streaming_llm_mask` (A-shape). Short prompts do not run dense.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------

@@ -18,17 +18,14 @@ class Oracle(Method):
 
     ``M[i, j]`` is the softmax attention to block j, averaged over the valid rows of query block i, which keeps the fewest j,
     heaviest first, that reach `gamma` times the sum of its row. Slower than dense attention. No selection holds more attention in
-    as few blocks, yet its outputs need not be the best: see `block_masks/README.md`.
+    as few blocks, yet its outputs need not be the best: see `block_masks/README.md`. All else is as in `flexprefill_mask`.
 
     Source: none; the mass that the other methods estimate.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
     gamma
-        Share of the attention that the kept blocks of every row hold. Range (0, 1]; 1 keeps every visible block. Default 0.95
-        (flexprefill's).
+        Share of the attention that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.95 (flexprefill's).
 
     Examples
     --------

@@ -18,9 +18,7 @@ def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
     Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
-    subset.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    subset. All else is as in `flexprefill_mask`.
 
     Examples
     --------
@@ -41,21 +39,19 @@ def lm_infinite_mask(
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
     Keeps the blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
+    All else is as in `flexprefill_mask`.
 
     Source: LM-Infinite (https://arxiv.org/abs/2308.16137), section 4, the Lambda-shaped mask.
 
-    Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask and is left out, so
-    beyond the pretrained length a model sees unseen distances. Blocks on the border are kept whole.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    Differs from the paper: the distance ceiling, which scores far keys as if `local_tokens` away, is no mask, so beyond the
+    pretrained length a model sees unseen distances. Blocks on the border are kept whole.
 
     Parameters
     ----------
     global_tokens
         Tokens, >= 0: valid keys at the beginning that every row keeps (the paper's n_global). Default 10 (published code).
     local_tokens
-        Tokens, >= 1: reach of the window, the row's own position included (the paper's L_pretrain). Default 4096 (published code
-        for Llama-2).
+        Tokens, >= 1: window, the row's own position included (the paper's L_pretrain). Default 4096 (published for Llama-2).
 
     Examples
     --------
@@ -86,13 +82,12 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_block
 
     With n blocks from that of the first valid key, ``first``, to that of the last, a head of plan (alpha, beta) keeps key block j
     iff ``j - first < sink_blocks`` or ``i - j < max(1, floor(alpha / block_size + beta * n))``.
+    All else is as in `flexprefill_mask`.
 
     Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
 
     Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
     nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -125,7 +120,7 @@ def streaming_llm_mask(
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks``, where i is the block of the
-    position and ``first`` the block of the first valid key.
+    position and ``first`` the block of the first valid key. All else is as in `flexprefill_mask`.
 
     Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, as the baseline of FlexPrefill
     (https://arxiv.org/abs/2502.20766), section 4.1.
@@ -133,13 +128,10 @@ def streaming_llm_mask(
     Differs from the paper: whole blocks, where the paper has 4 sink tokens; positions are not re-counted within the cache, which
     a mask cannot do.
 
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
-
     Parameters
     ----------
     sink_blocks
-        Blocks, >= 0, that every row keeps. Default 8 (1024 tokens in blocks of 128: FlexPrefill's published baseline; 1000 in its
-        paper).
+        Blocks, >= 0. Default 8 (1024 tokens in blocks of 128: FlexPrefill's published baseline; 1000 in its paper).
     window_blocks
         Blocks, >= 1, the row's own included. Default 64 (8192 tokens, as above; 8000 in the paper).
 
@@ -165,15 +157,14 @@ def tri_shape_mask(
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last
     `last_blocks` query blocks with a valid row; ``first`` is the block of the first valid key.
+    All else is as in `flexprefill_mask`.
 
     Source: TriangleMix (https://arxiv.org/abs/2507.21526), section 3, and the tri-shape of SCBench
     (https://arxiv.org/abs/2412.10319).
 
     Differs from the paper: whole blocks, where the published code has 8 sink tokens, a window of 512 and 100 last rows. Layers
-    that the paper leaves dense (0 to 15 of Llama-3.1-8B in its code) go into the adapter's ``dense_layers``. In a
-    chunk the last rows are those of the chunk.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    that the paper leaves dense (0 to 15 of Llama-3.1-8B) go into the adapter's ``dense_layers``. In a chunk the last rows are
+    the chunk's.
 
     Parameters
     ----------

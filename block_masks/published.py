@@ -31,12 +31,12 @@ class Published(Method):
     - a query-aware head keeps the flattened blocks whose running sum stays at or under gamma, without the one that crosses;
     - pooled scores have no term for short blocks.
 
+    All else is as in `flexprefill_mask`.
+
     Source: github.com/bytedance/FlexPrefill at a24b27b.
 
     Differs from the published code: scores are float32 (it rounds them to the input's dtype, which moves a few heads in
     bfloat16); its dense shortcut for short prompts is left out; at gamma 1 rounding does not decide.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------

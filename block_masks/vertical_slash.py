@@ -22,13 +22,12 @@ class VerticalSlash(Method):
     With p the softmax attention of the last ``block_size`` valid rows, ``V[j]`` its mass on key block j and ``S[c]`` on block
     diagonal c (`docs/algorithm.md`): keeps the ``ceil(vertical_size / block_size)`` heaviest key blocks, the first valid key's
     always among them, and the ``ceil(slash_size / block_size)`` heaviest diagonals, the main one always among them.
+    All else is as in `flexprefill_mask`.
 
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 4.3, "Fixed Budget vs. Dynamic Budget".
 
     Differs from the paper: a slash counts for both block diagonals that it crosses, in the published code for the nearer only;
     short prompts do not run dense.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------

@@ -52,9 +52,7 @@ class Hybrid(Method):
     - with `last_rows_dense`, every visible block if r holds one of the last `block_size` rows.
 
     While it is made, a mask takes up to 10 bytes per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the
-    evidence.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    evidence. All else is as in `flexprefill_mask`.
 
     Parameters
     ----------
