@@ -22,20 +22,17 @@ class FlashPrefill(Method):
 
     query block i keeps key block j iff ``E[i, j] >= alpha * max over j of E[i, j]``, or ``j - first < sink_blocks``, or
     ``i - j < window_blocks``, or i is one of the last `last_blocks` query blocks with a valid row.
+    All else is as in `flexprefill_mask`.
 
     Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold, as its published code computes them.
 
     Differs from the paper: the second version's correction (https://arxiv.org/abs/2608.19758), a mean token per dropped block, is
-    no mask and is left out. Means are rounded to the input's dtype as in the published code. In a chunk the last query blocks are
-    those of the chunk.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
+    no mask. Means are rounded to the input's dtype as in the published code. In a chunk the last query blocks are the chunk's.
 
     Parameters
     ----------
     alpha
-        Share of the heaviest block's score at which a block is kept. Range [0, 1]; 0 keeps every visible block. Default 0.1
-        (second version).
+        Least share of the heaviest block's score. Range [0, 1]; 0 keeps every visible block. Default 0.1 (second version).
     sink_blocks
         Blocks, >= 0, from the first valid key's on. Default 2 (published code).
     window_blocks
@@ -61,9 +58,8 @@ class FlashPrefill(Method):
         inputs, size, counts = problem.inputs, problem.block_size, problem.key_counts()
         scores = capped(grouped_scores(inputs.query, problem.key_means().to(inputs.query.dtype)) * inputs.scale, inputs.softcap)
         distance = problem.tokens.position.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)  # (batch or 1, q_len, num_kv_blocks)
-        sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & (distance >= 0)
-        if inputs.window is not None:
-            sees = sees & (distance < inputs.window)
+        in_reach = (distance >= 0) & (distance < inputs.distance_limit)
+        sees = problem.tokens.row_valid.unsqueeze(-1) & (counts > 0).unsqueeze(-2) & in_reach
         scores = torch.where(sees[:, None], scores, torch.finfo(scores.dtype).min).mT
         # in logarithms: exponentials overflow; (batch, num_heads, num_q_blocks, num_kv_blocks)
         total = split_into_blocks(scores, size, fill=torch.finfo(scores.dtype).min).logsumexp(-1).mT

@@ -18,16 +18,12 @@ class InfLLM(Method):
 
     Groups of `execution_blocks` query blocks count from the call's first row. A group keeps the sinks, the blocks with a key
     less than `local_tokens` before its first row or later, and of the blocks in between the `topk_blocks` with the largest
-    ``mean over heads of score(mean(Q_group), mean(K_j))``.
+    ``mean over heads of score(mean(Q_group), mean(K_j))``. All heads share one mask. All else is as in `flexprefill_mask`.
 
     Source: InfLLM (https://arxiv.org/abs/2402.04617), section 3, context memory and memory lookup.
 
     Differs from the paper: InfLLM gives all keys outside the window one distance, which a mask cannot; the lookup compares
     rotated queries and keys. A unit is represented by its mean key instead of the four keys with the most local attention.
-
-    All heads share one mask.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -64,10 +60,8 @@ class InfLLM(Method):
         first_row = tokens.offset.unsqueeze(-1) + blocks * size * torch.arange(means.shape[2], device=means.device)
         distance = first_row.unsqueeze(-1) - problem.last_keys().unsqueeze(-2)
         local = (distance < self.local_tokens)[:, None]
-        if inputs.window is not None:
-            distance = distance.masked_fill(distance >= inputs.window, -1)
         sinks, has_keys = problem.first_blocks(self.sink_blocks), (problem.key_counts() > 0)[:, None, None]
-        units = (distance >= self.local_tokens)[:, None] & ~sinks & has_keys
+        units = ~local & (distance < inputs.distance_limit)[:, None] & ~sinks & has_keys
 
         scores = capped(grouped_scores(means * inputs.scale, problem.key_means()), inputs.softcap)
         # ranks takes values >= 0; heads that are not finite do not count

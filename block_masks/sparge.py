@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexmask.base.checks import check_real
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax, running_sums
 from flexmask.mask_function import BlockProblem, Method, mask_function, share_option
 
@@ -22,15 +21,13 @@ class Sparge(Method):
         A = softmax over self-similar, visible j of score(mean(Q_i), mean(K_j))
 
     query block i keeps the heaviest j while their running sum stays at or under `cdf_threshold` (at least one), and every key
-    block that is not self-similar; a query block that is not self-similar keeps all.
+    block that is not self-similar; a query block that is not self-similar keeps all. All else is as in `flexprefill_mask`.
 
     Source: SpargeAttn (https://arxiv.org/abs/2502.18137), selective token compression for sparse prediction.
 
     Differs from the paper: the second stage, inside the kernel, and the quantised products are left out. Key blocks are as long
     as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys, hence
     another in each chunk.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -52,7 +49,7 @@ class Sparge(Method):
     True
     """
 
-    similarity_threshold: float = 0.6
+    similarity_threshold: float = share_option(0.6, "[-1, 1]")
     cdf_threshold: float = share_option(0.98)
     topk: float | None = share_option(None)
 
@@ -81,11 +78,6 @@ class Sparge(Method):
         within = within | (problem.kv_block == 0)
         chosen = torch.zeros_like(candidates.expand(order.shape)).scatter(-1, order, within.expand(order.shape))
         return (chosen & candidates) | ~keys_alike | ~rows_alike.unsqueeze(-1)
-
-    def check(self) -> None:
-        check_real("similarity_threshold", self.similarity_threshold)
-        if not -1 <= self.similarity_threshold <= 1:
-            raise ValueError(f"similarity_threshold must be in [-1, 1]; got {self.similarity_threshold}")
 
     def floats_per_row(self, kv_len: int) -> int:
         return max(1, 8 * kv_len // self.block_size**2)

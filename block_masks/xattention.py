@@ -22,14 +22,12 @@ class XAttention(Method):
         A = softmax over v of a
 
     A block scores the sum of A over its tile. A query block keeps the first valid key's block, its own, and of the others the
-    fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row.
+    fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row. All else is as in `flexprefill_mask`.
 
     Source: XAttention (https://arxiv.org/abs/2503.16428), section 2.
 
     Differs from the paper: the mean is over existing pairs, where the published code divides by s; its per-head thresholds for
     one model are left out. The sink is key column 0, as in the paper; the published flag forces query row 0.
-
-    The other parameters, the result and the errors are those of `flexprefill_mask`.
 
     Parameters
     ----------
@@ -37,8 +35,7 @@ class XAttention(Method):
         Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's for accuracy; 16
         for speed).
     threshold
-        Share of the estimated attention that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.9 (the
-        paper's).
+        Share of this sum that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.9 (the paper's).
 
     Examples
     --------
@@ -58,19 +55,16 @@ class XAttention(Method):
         pairs = row_valid @ key_valid.mT  # (batch or 1, row groups, key groups): pairs of tokens on each antidiagonal
 
         # groups as one long vector; padding must not count, NaN included
-        query = inputs.query.masked_fill(~problem.tokens.row_valid[:, None, :, None], 0)
-        key = inputs.key.masked_fill(~problem.tokens.key_valid[:, None, :, None], 0)
+        query = inputs.query.masked_fill(~tokens.row_valid[:, None, :, None], 0)
+        key = inputs.key.masked_fill(~tokens.key_valid[:, None, :, None], 0)
         query = split_into_blocks(query, size, 2).flatten(2, 3).unflatten(2, (-1, self.stride)).flip(3).flatten(3)
         key = split_into_blocks(key, size, 2).flatten(2, 3).unflatten(2, (-1, self.stride)).flatten(3)
         scores = capped(grouped_scores(query, key) * (inputs.scale / pairs.clamp(min=1))[:, None], inputs.softcap)
 
-        first_row = problem.tokens.offset.unsqueeze(-1) + self.stride * torch.arange(query.shape[2], device=query.device)
+        first_row = tokens.offset.unsqueeze(-1) + self.stride * torch.arange(query.shape[2], device=query.device)
         # of the row group, in tokens
         distance = first_row.unsqueeze(-1) - self.stride * torch.arange(key.shape[2], device=key.device)
-        visible = (pairs > 0) & (distance > -self.stride)
-        if inputs.window is not None:
-            visible = visible & (distance < inputs.window + self.stride - 1)
-        visible = visible[:, None]
+        visible = ((pairs > 0) & (distance > -self.stride) & (distance < inputs.distance_limit + self.stride - 1))[:, None]
         attention = torch.where(visible, masked_softmax(scores, visible), 0.0)
         tiles = attention.unflatten(3, (-1, size // self.stride)).sum(4).unflatten(2, (-1, size // self.stride)).sum(3)
         forced = problem.first_blocks(1) | problem.diagonal_blocks

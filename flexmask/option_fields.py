@@ -23,7 +23,7 @@ def count_option(default: int, minimum: int = 0, unit: str = "blocks") -> Any:
 
 
 def share_option(default: float | None, interval: str = "(0, 1]") -> Any:
-    """An option that is a number in an interval, ``"(0, 1]"`` or ``"[0, 1]"``; also None if that is its default."""
+    """An option that is a number in an interval, one of `check_share`; also None if that is its default."""
 
     def check(name: str, value: Any) -> None:
         if value is not None or default is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem, FloatOption, is_off
 from flexmask.base.scores import masked_softmax
 from flexmask.base.selection import ChosenBlocks
-from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, split_into_blocks, valid_keys
+from flexmask.base.visibility import blocks_seen_by_rows, candidate_lines, split_into_blocks
 from flexmask.plain import RepresentativeMass, pooled_scores
 
 # how often a query block whose blocks hold too little evidence halves its threshold, at most
@@ -64,7 +64,7 @@ class RowEvidence(NamedTuple):
 def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     """Attention of every `row_stride`-th row of each query block to the means of the key blocks it sees."""
     inputs, tokens, block_size = problem.inputs, problem.tokens, problem.block_size
-    key_means, key_counts = problem.key_means(), valid_keys(tokens, block_size)
+    key_means, key_counts = problem.key_means(), problem.key_counts()
     query = split_into_blocks(inputs.query, block_size, 2)
     valid = split_into_blocks(tokens.row_valid, block_size)
     first_row = tokens.offset.unsqueeze(-1) + torch.arange(valid.shape[1], device=query.device) * block_size

@@ -63,16 +63,12 @@ class BlockProblem:
         `floats_per_row`.
     block_size
         Tokens per block.
-    steps
-        The shared steps, plain or kernels.
-    with_map
-        True if the map of kept blocks is needed; plain steps make it in any case.
     """
 
     inputs: PositionedInputs
     block_size: int
-    steps: Steps
-    with_map: bool = True
+    steps: Steps  # plain, or kernels
+    with_map: bool = True  # the map of kept blocks is needed; plain steps make it in any case
     kernel_geometry: Any = None  # `flexmask.kernels.visibility.KernelGeometry`; None for plain steps
     geometry: BlockGeometry | None = None  # None: computed where it is read
 
@@ -163,9 +159,7 @@ class BlockProblem:
 
     def blocks_within(self, distance: int) -> Tensor:
         """Blocks with a visible pair less than `distance` tokens apart, shaped as `visible`."""
-        limit = self.inputs.window
-        limit = distance if limit is None else min(distance, limit)
-        return block_visibility(self.tokens, self.block_size, limit).visible[:, None]
+        return block_visibility(self.tokens, self.block_size, min(distance, self.inputs.distance_limit)).visible[:, None]
 
     def last_query_blocks(self, count: int) -> Tensor:
         """The last `count` query blocks up to that of the last valid row, (batch or 1, 1, num_q_blocks, 1) bool."""

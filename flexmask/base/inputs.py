@@ -144,7 +144,7 @@ def attention_inputs(
     prompt_len: int | None = None,
 ) -> AttentionInputs:
     """Check the arguments of a public function and fill in their defaults; query, key and value follow autocast."""
-    query, key, value = in_autocast_dtype(query), in_autocast_dtype(key), None if value is None else in_autocast_dtype(value)
+    query, key, value = map(in_autocast_dtype, (query, key, value))
     scale, softcap, window, q_offset, prompt_len = map(plain_number, (scale, softcap, window, q_offset, prompt_len))
     check_inputs(query, key, value, {"scale": scale, "softcap": softcap}, window, attention_mask, q_offset, sinks, prompt_len)
     batch, max_offset, offset = query.shape[0], key.shape[2] - query.shape[2], None

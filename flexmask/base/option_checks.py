@@ -27,9 +27,10 @@ def check_count(name: str, value: Any, least: int, unit: str) -> None:
 
 
 def check_share(name: str, value: Any, interval: str = "(0, 1]") -> None:
-    """Raise unless `value` is in the interval, ``"(0, 1]"`` or ``"[0, 1]"``."""
+    """Raise unless `value` is in the interval, ``"(0, 1]"``, ``"[0, 1]"`` or ``"[-1, 1]"``."""
     check_real(name, value)
-    if not (0 <= value <= 1 if interval == "[0, 1]" else 0 < value <= 1):
+    least = -1 if interval == "[-1, 1]" else 0
+    if not least <= value <= 1 or (interval == "(0, 1]" and value == 0):
         raise ValueError(f"{name} must be in {interval}; got {value}")
 
 
