@@ -6,11 +6,8 @@ Float32 code must decide alike where a margin is wide; where it is tiny, either 
 import math
 from itertools import accumulate
 
-from torch import Tensor
-
 from tests.oracle import steps
-from tests.oracle.steps import Budget, Candidate, LineMass, Options
-from tests.oracle.visibility import Visibility
+from tests.oracle.steps import Budget, Candidate
 
 # below this a float32 probability may have underflowed
 _FLOAT32_SAFE = 2.0**-100
@@ -56,22 +53,3 @@ def top_p_margin(values: dict[Candidate, float], budget: Budget, coarse: float =
 def pattern_margin(js_distance: float, tau: float) -> float:
     """Distance of D_JS from tau."""
     return math.inf if math.isnan(js_distance) else relative(js_distance, tau)
-
-
-def line_margin(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> float:
-    """Margin of the selected verticals and slashes."""
-    if is_query_aware and options.gamma == 1 and options.max_blocks is None:
-        return math.inf
-    budget = steps.line_budget(is_query_aware, options)
-    key_blocks, diagonals = steps.line_candidates(mass, seen)
-    return min(top_p_margin(key_blocks, budget), top_p_margin(diagonals, budget, COARSE))
-
-
-def map_margin(pooled: Tensor, seen: Visibility, options: Options) -> float:
-    """Margin of the blocks selected from the pooled map: of top-p and of the cap."""
-    margins = [math.inf]
-    for candidates in steps.map_candidates(pooled, seen, options.query_aware):
-        margins.append(top_p_margin(candidates, Budget(options.gamma)))
-    for row in steps.top_p_rows(pooled, seen, options):
-        margins.append(top_p_margin(row, Budget(gamma=1.0, cap=options.max_blocks)))
-    return min(margins)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.oracle import steps
 from tests.oracle.margins import gap, pattern_margin, relative, top_p_margin
 from tests.oracle.result import ReferenceResult, head_mask
-from tests.oracle.steps import AttentionHead, Budget, Options
+from tests.oracle.steps import AttentionHead, Budget
 from tests.oracle.visibility import Block, Visibility
 
 
@@ -28,7 +28,8 @@ def published_selection(
     head: AttentionHead, seen: Visibility, *, gamma: float, tau: float, min_budget: int, max_budget: int | None = None
 ) -> ReferenceResult:
     """Decide one head as the published code does."""
-    options = Options.of_tokens(gamma, min_budget, max_budget, seen.block_size)
+    most = seen.num_kv_blocks if max_budget is None else min(seen.num_kv_blocks, math.ceil(max_budget / seen.block_size))
+    bounds = math.ceil(min_budget / seen.block_size), most
     rows = steps.representative_rows("last", seen)
     attention = steps.representative_attention(head, rows, seen)
     by_token, by_offset = attention.mean(dim=0), steps.mass_by_offset(attention, rows, seen.offset)
@@ -44,8 +45,8 @@ def published_selection(
     (map_values,) = steps.map_candidates(pooled, seen, "flatten")
     blocks, in_map = blocks_within(map_values, gamma, seen.num_kv_blocks)
 
-    key_blocks = published_lines(by_token, vertical, is_query_aware, options)
-    diagonals = published_lines(by_offset, slash, is_query_aware, options)
+    key_blocks = published_lines(by_token, vertical, is_query_aware, gamma, bounds)
+    diagonals = published_lines(by_offset, slash, is_query_aware, gamma, bounds)
     kept = steps.blocks_on_lines(key_blocks.lines, diagonals.lines, seen)
     if is_query_aware:
         kept |= set(blocks)
@@ -102,11 +103,9 @@ class Lines(NamedTuple):
     margin: float
 
 
-def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, options: Options) -> Lines:
-    """Select lines from the mass of tokens (or offsets) and of blocks."""
-    num_lines = len(by_line)
-    bounds = options.min_blocks, num_lines if options.max_blocks is None else min(num_lines, options.max_blocks)
-    count, margin = (min(bounds), math.inf) if is_query_aware else block_count(by_unit, options.gamma, *bounds)
+def published_lines(by_unit: Tensor, by_line: Tensor, is_query_aware: bool, gamma: float, bounds: tuple[int, int]) -> Lines:
+    """Select lines from the mass of tokens (or offsets) and of blocks, of a number within bounds."""
+    count, margin = (min(bounds), math.inf) if is_query_aware else block_count(by_unit, gamma, *bounds)
     # line 0 is kept even at a count of 0: the published code fills the places left over with block 0
     values = dict(enumerate([math.inf, *by_line.tolist()[1:]]))
     budget = Budget(gamma=1.0, cap=max(1, count))

@@ -15,22 +15,6 @@ from tests.oracle.visibility import Block, Visibility
 Candidate = TypeVar("Candidate", int, Block)
 
 
-class Options(NamedTuple):
-    """Options of the steps; budgets in blocks."""
-
-    gamma: float
-    min_blocks: int
-    max_blocks: int | None
-    query_aware: str = "flatten"
-
-    @staticmethod
-    def of_tokens(
-        gamma: float, min_budget: int, max_budget: int | None, block_size: int, query_aware: str = "flatten"
-    ) -> "Options":
-        most = None if max_budget is None else math.ceil(max_budget / block_size)
-        return Options(gamma, math.ceil(min_budget / block_size), most, query_aware)
-
-
 class AttentionHead(NamedTuple):
     """One head's queries, keys and score options."""
 
@@ -182,23 +166,10 @@ def top_p(values: dict[Candidate, float], budget: Budget) -> list[Candidate]:
     return order[: max(count, budget.floor)]
 
 
-def line_budget(is_query_aware: bool, options: Options) -> Budget:
-    """The budget of verticals and slashes; a query-aware head has its floor only."""
-    if is_query_aware:
-        return Budget(gamma=1.0, cap=options.min_blocks)
-    return Budget(options.gamma, floor=options.min_blocks, cap=options.max_blocks)
-
-
 def line_candidates(mass: LineMass, seen: Visibility) -> tuple[dict[int, float], dict[int, float]]:
     """V of the key blocks and S of the block diagonals that hold a visible block."""
     vertical, slash = mass.vertical.tolist(), mass.slash.tolist()
     return {j: vertical[j] for j in seen.key_blocks}, {c: slash[c] for c in seen.diagonals}
-
-
-def kept_lines(mass: LineMass, is_query_aware: bool, seen: Visibility, options: Options) -> tuple[list[int], list[int]]:
-    budget = line_budget(is_query_aware, options)
-    key_blocks, diagonals = line_candidates(mass, seen)
-    return top_p(key_blocks, budget), top_p(diagonals, budget)
 
 
 def blocks_on_lines(key_blocks: list[int], diagonals: list[int], seen: Visibility) -> set[Block]:
@@ -222,19 +193,13 @@ def map_candidates(pooled: Tensor, seen: Visibility, query_aware: str) -> list[d
     return rows if query_aware == "per_query" else [{block: value for row in rows for block, value in row.items()}]
 
 
-def top_p_rows(pooled: Tensor, seen: Visibility, options: Options) -> list[dict[Block, float]]:
-    """The top-p blocks of the pooled map by query block, before the cap."""
-    rows: list[dict[Block, float]] = [{} for _ in range(seen.num_q_blocks)]
-    for candidates in map_candidates(pooled, seen, options.query_aware):
-        for block in top_p(candidates, Budget(options.gamma)):
+def top_p_rows(groups: list[dict[Block, float]], gamma: float, num_q_blocks: int) -> list[dict[Block, float]]:
+    """The top-p blocks of each group of the pooled map, by query block."""
+    rows: list[dict[Block, float]] = [{} for _ in range(num_q_blocks)]
+    for candidates in groups:
+        for block in top_p(candidates, Budget(gamma)):
             rows[block[0]][block] = candidates[block]
     return rows
-
-
-def top_p_blocks(pooled: Tensor, seen: Visibility, options: Options) -> set[Block]:
-    """The top-p blocks of the pooled map, in each query block the heaviest max_blocks of them."""
-    budget = Budget(gamma=1.0, cap=options.max_blocks)
-    return {block for row in top_p_rows(pooled, seen, options) for block in top_p(row, budget)}
 
 
 def blocks_kept_always(seen: Visibility) -> set[Block]:
