@@ -82,24 +82,20 @@ def test_of_equal_blocks_the_nearest_hold_the_floor(share, by):
 
 
 @pytest.mark.parametrize("by", STEPS)
-def test_the_sixth_halving_reaches_what_the_fifth_does_not(by):
-    """Block 0 weighs as much as ten others, of which each reaches a 64th of the threshold and none a 32nd."""
+@pytest.mark.parametrize(
+    ("weight", "kept"),
+    # of 0.8 of all, 10 + 18, block 0 holds 10, and the nearest 13 others the rest
+    # beside eleven others block 0 holds 0.8 with a weight of 45
+    [(10, {18: [0, *range(6, 19)]}), (45, {11: [0, 11], 12: [*range(13)], 18: [*range(19)]})],
+    ids=["the sixth halving reaches the floor", "six halvings hold less"],
+)
+def test_six_halvings_or_everything(weight, kept, by):
+    """Block 0 weighs as much as 10 others, each at a 64th of the threshold and none at a 32nd, or as 45, none at a 64th."""
     query, key = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
-    query[..., 0], key[..., :16, 0] = 1, math.log(10)
+    query[..., 0], key[..., :16, 0] = 1, math.log(weight)
     with by():
         keep = hybrid_mask(query, key, 0.01, block_size=16, min_budget=0, min_coverage=0.8, scale=1.0).to_dense()[0, 0]
-    # of 0.8 of all, 10 + 18, block 0 holds 10, and the nearest 13 others the rest; the last query block is dense
-    assert keep[18].nonzero().flatten().tolist() == [0, *range(6, 19)]
-
-
-@pytest.mark.parametrize("by", STEPS)
-def test_where_six_halvings_hold_less_than_the_floor_everything_is_kept(by):
-    """Block 0 weighs as much as 45 others, of which none reaches a 64th of the threshold; of eleven beside it it holds 0.8."""
-    query, key = torch.zeros(1, 1, 320, 16), torch.zeros(1, 1, 320, 16)
-    query[..., 0], key[..., :16, 0] = 1, math.log(45)
-    with by():
-        keep = hybrid_mask(query, key, 0.01, block_size=16, min_budget=0, min_coverage=0.8, scale=1.0).to_dense()[0, 0]
-    assert keep.sum(1).tolist() == [1, *[2] * 11, *range(13, 21)]
+    assert {row: keep[row].nonzero().flatten().tolist() for row in kept} == kept
 
 
 def test_a_query_block_without_a_sampled_row_keeps_no_floor():
@@ -121,50 +117,41 @@ def test_nearest_blocks_reach_as_far_as_min_budget():
     assert torch.equal(everything.bool(), torch.ones(16, 16, dtype=torch.bool).tril())
 
 
+def unit_of_thresholds(gamma, rows, tokens, padded, **options):
+    """The unit of a call whose second batch row begins with padding, (2,)."""
+    query, key = torch.zeros(2, 1, rows, 16), torch.zeros(2, 1, tokens, 16)
+    is_token = torch.arange(tokens) >= torch.tensor([[0], [padded]])
+    problem = block_problem(attention_inputs(query, key, attention_mask=is_token, **options).with_offset(), 16, plain)
+    return hybrid.plain.threshold_unit(problem, problem.as_tensor(gamma, (1,)))[:, 0]
+
+
 @pytest.mark.parametrize("gamma", [0.5, 0.95, 0.9999, 1.0])
-@pytest.mark.parametrize("window", [None, 100])
-def test_shares_are_of_the_blocks_that_the_widest_query_block_sees(gamma, window):
-    query, padding = torch.zeros(2, 1, 320, 16), torch.ones(2, 320, dtype=torch.bool)
-    padding[1, :130] = False
-    inputs = attention_inputs(query, query, attention_mask=padding, window=window).with_offset()
-    problem = block_problem(inputs, 16, plain)
-    found = hybrid.plain.threshold_unit(problem, problem.as_tensor(gamma, (1,)))
-    most = (20, 12) if window is None else (8, 8)
-    torch.testing.assert_close(found[:, 0].tolist(), [(1 - gamma) / number for number in most])
+@pytest.mark.parametrize(("window", "most"), [(None, (20, 12)), (100, (8, 8))])
+def test_shares_are_of_the_blocks_that_the_widest_query_block_sees(gamma, window, most):
+    found = unit_of_thresholds(gamma, 320, 320, 130, window=window)
+    torch.testing.assert_close(found.tolist(), [(1 - gamma) / number for number in most])
 
 
 @pytest.mark.parametrize("window", [None, 100, 1000])
 @pytest.mark.parametrize(("rows", "tokens"), [(96, 96), (64, 160), (16, 304)])
 def test_a_chunk_s_shares_are_those_of_its_prompt(rows, tokens, window):
-    query, prompt, padding = torch.zeros(2, 1, rows, 16), torch.zeros(2, 1, 330, 16), torch.ones(2, 330, dtype=torch.bool)
-    padding[1, :35] = False
-    shares = []
-    for q, k, prompt_len in ((query, prompt[:, :, :tokens], 330), (prompt, prompt, None)):
-        mask = padding[:, : k.shape[2]]
-        inputs = attention_inputs(q, k, attention_mask=mask, window=window, prompt_len=prompt_len).with_offset()
-        problem = block_problem(inputs, 16, plain)
-        shares.append(hybrid.plain.threshold_unit(problem, problem.as_tensor(0.9, (1,))))
-    assert torch.equal(*shares)
+    of_chunk = unit_of_thresholds(0.9, rows, tokens, 35, window=window, prompt_len=330)
+    assert torch.equal(of_chunk, unit_of_thresholds(0.9, 330, 330, 35, window=window))
 
 
-def test_a_longer_prompt_lowers_the_thresholds_of_a_chunk():
-    query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 2, 1, 160, 320, 32, sharpness=5.0)
-    options = {"block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
-    kept = [hybrid_mask(query, key, 0.95, **options, prompt_len=tokens).to_dense().sum() for tokens in (None, 320, 640, 6400)]
-    assert kept[0] == kept[1] < kept[2] < kept[3]
-
-
-def test_compiled_steps_get_the_length_of_the_prompt(monkeypatch):
-    """As devices run them that have no kernels."""
+def test_a_longer_prompt_lowers_the_thresholds_of_a_chunk(monkeypatch):
+    """Also in compiled steps, as devices run them that have no kernels."""
     query, key = structured_inputs(torch.Generator().manual_seed(5), 1, 2, 1, 160, 320, 32, sharpness=5.0)
     options = {"gamma": 0.95, "block_size": 16, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
-    lengths = (None, 640, 6400, 2**62)
+    lengths = (None, 320, 640, 6400, 2**62)
     expected = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]
+    kept = [int(keep.sum()) for keep in expected]
+    assert kept[0] == kept[1] < kept[2] < kept[3] <= kept[4]
     for module in (compilation, prepare):
         monkeypatch.setattr(module, "runs_uncompiled", lambda query: False)
     monkeypatch.setattr(compilation, "compiled", lambda function, *_: function)
     found = [hybrid_mask(query, key, **options, prompt_len=tokens).to_dense() for tokens in lengths]
-    assert all(map(torch.equal, found, expected)) and expected[0].sum() < expected[1].sum() < expected[2].sum()
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("by", STEPS)
