@@ -219,19 +219,17 @@ def cases(
 
 
 @st.composite
-def sparse_cases(
-    draw: st.DrawFn, /, padded: bool = True, windowed: bool = True, chunked: bool = True, max_blocks: int = 20, **fixed: Any
-) -> Case:
+def sparse_cases(draw: st.DrawFn, /, max_blocks: int = 20, **fixed: Any) -> Case:
     """Calls long enough to drop blocks: at least 12 key blocks, no cap, gammas from 0.3 to 0.95."""
     config = draw(configs([16, 32], st.sampled_from(GAMMAS), **{"max_budget": None, **fixed}))
     kv_len = draw(st.integers(12 * config.block_size, max_blocks * config.block_size))
-    q_len = draw(st.integers(kv_len // 2, kv_len)) if chunked and draw(st.booleans()) else kv_len
+    q_len = draw(st.integers(kv_len // 2, kv_len)) if draw(st.booleans()) else kv_len
     case = drawn_inputs(draw, config, 1, q_len, kv_len, sharpness=5.0)
-    if padded and draw(st.booleans()):
+    if draw(st.booleans()):
         case.attention_mask = torch.arange(kv_len)[None] >= draw(st.integers(0, 3 * config.block_size))
-    if windowed and draw(st.integers(0, 3)) == 0:
+    if draw(st.integers(0, 3)) == 0:
         case.scores = {"window": draw(st.integers(8 * config.block_size, kv_len))}
-    case.prompt_len = draw(st.none() | st.integers(kv_len, 3 * kv_len)) if chunked else None
+    case.prompt_len = draw(st.none() | st.integers(kv_len, 3 * kv_len))
     return case
 
 

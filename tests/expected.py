@@ -52,7 +52,7 @@ def pairs_under(mask: BlockMask, q_len: int, kv_len: int) -> Tensor:
 
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, product_dtype: torch.dtype = torch.float64,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Dense attention under a mask of pairs and its log-sum-exp, in float64; rows that see nothing give 0 and -inf.
 
@@ -60,9 +60,7 @@ def masked_attention(
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    value = value.double()
-    products = query.to(product_dtype) @ key.to(product_dtype).transpose(-1, -2)
-    scores = products.double() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = query.double() @ key.double().mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -math.inf)
@@ -70,7 +68,7 @@ def masked_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
     weights = scores.masked_fill(~mask.any(-1, keepdim=True), 0.0).softmax(-1)[..., : key.shape[2]]
-    return weights.masked_fill(~mask, 0.0) @ value, lse
+    return weights.masked_fill(~mask, 0.0) @ value.double(), lse
 
 
 def rows_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None = None) -> Tensor:

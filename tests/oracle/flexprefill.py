@@ -18,11 +18,7 @@ def flexprefill_selection(
     head: AttentionHead, seen: Visibility, *, gamma: float, tau: float, min_budget: int, max_budget: int | None = None,
     query_aware: str = "flatten", pattern_queries: str = "last", index_queries: str = "last",
 ) -> ReferenceResult:  # fmt: skip
-    """Decide one head: the algorithm "Sparse Attention", up to the attention itself.
-
-    Differs from the paper: vertical and slash lines are chosen by block, each slash split over the two block diagonals it
-    crosses; the pooled estimate weighs a block by its number of valid keys; padding, windows and chunks are defined.
-    """
+    """Decide one head: the algorithm "Sparse Attention", up to the attention itself, with the differences of `FlexPrefill`."""
     min_blocks = math.ceil(min_budget / seen.block_size)
     max_blocks = None if max_budget is None else math.ceil(max_budget / seen.block_size)
     # Sparse Pattern Search

@@ -61,7 +61,7 @@ def hybrid_selection(
     decided = [relative(float(largest[j]), rule.last_row_multiple * share) for j in seen.key_blocks]
     decided += [relative(float(evidence[r, j]), rule.row_multiple * share) for r, j in seen.visible_blocks] + doubts
     margin = min(decided, default=math.inf) if gamma < 1 else math.inf
-    return mask._replace(vertical=largest, margin=margin, num_vertical_blocks=len(key_blocks), **coverages)
+    return mask._replace(margin=margin, num_vertical_blocks=len(key_blocks), **coverages)
 
 
 def max_blocks(seen: Visibility, prompt_len: int | None) -> int:

@@ -1,13 +1,7 @@
 """The block sets of the authors' published code, ``method="published"``.
 
-Source: github.com/bytedance/FlexPrefill. Differs from the default selection:
-
-- it counts sorted tokens and turns the count into blocks by ``// 128 + 1``, whatever the block size;
-- a slash stands for one block diagonal only, that of its offset's block;
-- key block 0 and diagonal 0 have infinite weight, and take a place each in the counts;
-- a share that underflows to 0 makes the distance NaN, hence the head vertical-slash;
-- a query-aware head keeps flattened blocks while their sum stays at or under gamma times the number of key blocks;
-- the pooled scores carry no log count.
+Source: github.com/bytedance/FlexPrefill. The docstring of `flexmask.block_masks.published_mask` lists what it does otherwise. Key
+block 0 and diagonal 0 have infinite weight, and take a place each in the counts.
 """
 
 import math

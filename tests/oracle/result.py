@@ -20,8 +20,8 @@ class ReferenceResult(NamedTuple):
 
     keep: Tensor  # (num_q_blocks, num_kv_blocks) bool
     full: Tensor  # as keep: kept, and every existing pair is visible
-    vertical: Tensor  # (num_kv_blocks,): V; in hybrid selection the most that one row gives
-    slash: Tensor  # (num_kv_blocks,): S; 0 in hybrid selection
+    vertical: Tensor  # (num_kv_blocks,): V; 0 in hybrid selection, as S
+    slash: Tensor  # (num_kv_blocks,): S
     density: Any = 0.0  # kept blocks / visible blocks, 0 if none is visible
     coverage: Any = 0.0  # attention of the index rows in kept blocks
     is_query_aware: Any = False
