@@ -28,7 +28,7 @@ class Published(Method):
     - budgets count sorted *tokens* and become blocks by ``// 128 + 1``, whatever the block size;
     - a slash counts only for the block diagonal of its offset's block;
     - a probability that underflows to 0 makes the distance NaN, hence the head vertical-slash;
-    - a query-aware head keeps the flattened blocks whose running sum stays at or under gamma, without the one that crosses;
+    - a query-aware head keeps flattened blocks while their sum stays at or under gamma times the number of key blocks;
     - pooled scores have no term for short blocks.
 
     All else is as in `flexprefill_mask`.
