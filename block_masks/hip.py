@@ -72,15 +72,14 @@ class Hip(Method):
             low = torch.stack([low, middle], -1).flatten(-2)
             high = torch.stack([middle, high], -1).flatten(-2)
             index = ((low + high - 1) // 2).clamp(0, scores.shape[-1] - 1)
-            value = torch.where(low < high, scores.gather(-1, index), float("-inf"))
-            # empty halves sort last, even after chunks of padding
-            sort_key = torch.where(low < high, value.clamp(min=torch.finfo(value.dtype).min), float("-inf"))
+            # empty halves sort last, even after chunks of padding, whose scores are finite
+            sort_key = torch.where(low < high, scores.gather(-1, index), float("-inf"))
             best = sort_key.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk_blocks].sort(dim=-1).values
             low, high = low.gather(-1, best), high.gather(-1, best)
         # an empty chunk marks one more column, which is cut off
         marked = torch.where(low < high, low, scores.shape[-1])
         chosen = torch.zeros(*scores.shape[:3], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
-        chosen = chosen.scatter(-1, marked, torch.ones_like(marked, dtype=torch.bool))[..., :-1]
+        chosen = chosen.scatter(-1, marked, True)[..., :-1]
         return chosen | problem.first_blocks(self.sink_blocks) | problem.nearest_diagonals(self.window_blocks)
 
     def check(self) -> None:

@@ -64,13 +64,9 @@ def lm_infinite_mask(
     return problem.blocks_of_first_tokens(global_tokens) | problem.blocks_within(local_tokens)
 
 
-# ours, not MoA's: heads take spans of an eighth, a quarter, a half and all of the prompt in turn
-STAND_IN_PLAN = ((0.0, 0.125), (0.0, 0.25), (0.0, 0.5), (0.0, 1.0))
-
-
 def stand_in_plan(num_heads: int) -> tuple[tuple[float, float], ...]:
-    """A plan of ours for `num_heads` heads without a calibrated one."""
-    return tuple(STAND_IN_PLAN[head % len(STAND_IN_PLAN)] for head in range(num_heads))
+    """A plan of ours, not MoA's: heads take spans of an eighth, a quarter, a half and all of the prompt in turn."""
+    return tuple((0.0, (0.125, 0.25, 0.5, 1.0)[head % 4]) for head in range(num_heads))
 
 
 _PLAN: Any = field(default=None, metadata={"default_by_heads": stand_in_plan})
@@ -86,7 +82,7 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_block
 
     Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
 
-    Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`STAND_IN_PLAN`) and says
+    Differs from the paper: plans are calibrated per model and published for a few; the default is ours (`stand_in_plan`) and says
     nothing about MoA. Spans and sinks are in blocks of block_size, in the published code of 64.
 
     Parameters

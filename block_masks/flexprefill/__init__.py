@@ -127,12 +127,9 @@ class FlexPrefill(Method):
         max_lines = None if self.max_budget is None else num_blocks(self.max_budget, size)
 
         # step 1: attention of the representative rows, and its mass by key block and by block diagonal
-        index = shared_steps.representative_mass(problem, self.index_queries)
-        pattern = (
-            index
-            if self.pattern_queries == self.index_queries
-            else shared_steps.representative_mass(problem, self.pattern_queries)
-        )
+        index = pattern = shared_steps.representative_mass(problem, self.index_queries)
+        if self.pattern_queries != self.index_queries:
+            pattern = shared_steps.representative_mass(problem, self.pattern_queries)
 
         # step 2: does attention follow block means?  step 3a: the lines of either kind of head
         key_means = problem.key_means()
@@ -166,13 +163,12 @@ class FlexPrefill(Method):
         return bool(self.gamma == 1) and self.max_budget is None
 
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
-        """Kernels take 9 bytes per pair of blocks, 14 with query-aware heads, and 16 per key block and representative row."""
-        q_blocks, kv_blocks = (num_blocks(x.shape[2], self.block_size) for x in (inputs.query, inputs.key))
-        subsets = 1 if self.pattern_queries == self.index_queries else 2
+        size, subsets = self.block_size, 1 if self.pattern_queries == self.index_queries else 2
         if by_kernels:
-            return kv_blocks * (q_blocks * (14 if self.tau > 0 else 9) + self.block_size * subsets * 16)
+            per_key_block = 16 * size * subsets  # of representative rows
+            return inputs.block_pairs(size) * (14 if self.tau > 0 else 9) + num_blocks(inputs.key.shape[2], size) * per_key_block
         by_score = (12 if inputs.softcap is None else 18) + 4 * (subsets - 1)
-        return plain_bytes(inputs, self.block_size, 72 if self.tau > 0 else 56, by_score)
+        return plain_bytes(inputs, size, 72 if self.tau > 0 else 56, by_score)
 
 
 flexprefill_mask = mask_function("flexprefill", FlexPrefill)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -45,13 +45,6 @@ class Steps(Protocol):
     def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 
 
-class BlockGeometry(NamedTuple):
-    """The places of a problem's tokens, and the pairs of blocks that see each other."""
-
-    tokens: TokenValidity
-    visibility: BlockVisibility
-
-
 @dataclass(frozen=True)
 class BlockProblem:
     """One attention problem cut into blocks.
@@ -70,7 +63,7 @@ class BlockProblem:
     steps: Steps  # plain, or kernels
     with_map: bool = True  # the map of kept blocks is needed; plain steps make it in any case
     kernel_geometry: Any = None  # `flexmask.kernels.visibility.KernelGeometry`; None for plain steps
-    geometry: BlockGeometry | None = None  # None: computed where it is read
+    geometry: BlockVisibility | None = None  # None: computed where it is read
 
     @property
     def by_kernels(self) -> bool:
@@ -84,9 +77,7 @@ class BlockProblem:
     @property
     def visibility(self) -> BlockVisibility:
         """Visible and full blocks, and the key blocks of each query block's first and last row."""
-        if self.geometry is not None:
-            return self.geometry.visibility
-        return block_visibility(self.tokens, self.block_size, self.inputs.window)
+        return block_visibility(self.tokens, self.block_size, self.inputs.window) if self.geometry is None else self.geometry
 
     @property
     def visible(self) -> Tensor:
@@ -171,6 +162,5 @@ class BlockProblem:
 
 def block_problem(inputs: PositionedInputs, block_size: int, steps: Steps, call_end: Tensor | None = None) -> BlockProblem:
     """Cut a call into blocks, for plain steps; `call_end` as in `token_validity`."""
-    tokens = inputs.tokens(call_end)
-    geometry = BlockGeometry(tokens, block_visibility(tokens, block_size, inputs.window))
+    geometry = block_visibility(inputs.tokens(call_end), block_size, inputs.window)
     return BlockProblem(inputs, block_size, steps, geometry=geometry)

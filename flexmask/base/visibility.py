@@ -28,8 +28,9 @@ class TokenValidity(NamedTuple):
 
 
 class BlockVisibility(NamedTuple):
-    """Visible and full pairs of blocks."""
+    """Visible and full pairs of blocks, and the tokens from which they follow."""
 
+    tokens: TokenValidity
     visible: Tensor  # (.., num_q_blocks, num_kv_blocks) bool: some pair of tokens is visible
     full: Tensor  # the same shape: every existing pair of tokens is visible
     first_row_block: Tensor  # (.., num_q_blocks) int64: key block of the first row's position
@@ -122,7 +123,7 @@ def block_visibility(tokens: TokenValidity, block_size: int, window: int | None)
     if window is not None:
         full = full & (last_row - first_key < window)
     visible = stands_in | ((first_valid_row > last_key) & reaches)
-    return BlockVisibility(visible, full, first_row.squeeze(-1) // block_size, last_row.squeeze(-1) // block_size)
+    return BlockVisibility(tokens, visible, full, first_row.squeeze(-1) // block_size, last_row.squeeze(-1) // block_size)
 
 
 def blocks_seen_by_rows(positions: Tensor, tokens: TokenValidity, block_size: int, window: int | None) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flexmask import plain
 from flexmask._torch import HAS_TRITON, is_traced, keep_static, on_device
-from flexmask.base.blocks import BlockGeometry, block_problem
+from flexmask.base.blocks import block_problem
 from flexmask.base.inputs import PositionedInputs, without_autocast
 from flexmask.base.scores import widest_float
+from flexmask.base.visibility import BlockVisibility
 from flexmask.compilation import runs_uncompiled
 from flexmask.method import FittedMethod, Method
 
@@ -34,7 +35,7 @@ class PreparedSelection(NamedTuple):
     rows_per_slice: int | None = None  # None: `select` runs on all rows at once
     # the geometry for kernels, and for plain steps; None: computed with the selection
     kernel_geometry: KernelGeometry | None = None
-    geometry: BlockGeometry | None = None
+    geometry: BlockVisibility | None = None
     replay: LaunchReplay | None = None
 
 
