@@ -54,9 +54,6 @@ def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
     return torch.softmax(scores, -1, out=scores)
 
 
-_FRACTION_BITS = 40
-
-
 def widest_float(device: torch.device) -> torch.dtype:
     """The dtype of sums and thresholds: float64, or float32 where `device` lacks it (Apple's GPUs and some of Intel's)."""
     if device.type == "mps":
@@ -71,7 +68,7 @@ def running_sums(values: Tensor, precision: torch.dtype) -> Tensor:
     # a running float32 sum over a large map never reaches 0.99 of its total: without float64, int64 of 40 binary places
     if precision == torch.float64:
         return values.double().cumsum(-1)
-    return (values * 2.0**_FRACTION_BITS).to(torch.int64).cumsum(-1).float() * 2.0**-_FRACTION_BITS
+    return (values * 2.0**40).to(torch.int64).cumsum(-1).float() * 2.0**-40
 
 
 def ranks(values: Tensor, candidates: Tensor) -> Tensor:
