@@ -10,9 +10,9 @@ from torch import Tensor
 from flexmask.base.head_groups import map_bytes
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import ranks
-from flexmask.base.visibility import candidate_lines, split_into_blocks
+from flexmask.base.visibility import by_distance, candidate_lines, split_into_blocks
 from flexmask.mask_function import BlockProblem, Method, PairsByHead, choice_option, mask_function
-from flexmask.plain import blocks_on_lines, by_offset, line_mass, representative_attention, representative_rows
+from flexmask.plain import blocks_on_lines, line_mass, representative_attention, representative_rows
 
 LAST_ROWS = 64
 SINK_TOKENS = 30
@@ -70,7 +70,8 @@ class MInference(Method):
             kept = ranks(values, candidates) < (count / size).ceil()
             return blocks_on_lines(kept[0], kept[1], problem.visibility)
         attention = torch.where(rows.valid[:, None, :, None], attention, 0.0)
-        columns, offsets = attention.sum(2), by_offset(attention, rows).sum(2)  # (batch, num_heads, kv_len)
+        # by key and by offset, (batch, num_heads, kv_len)
+        columns, offsets = attention.sum(2), by_distance(attention, rows.position[:, None]).sum(2)
         valid = tokens.key_valid[:, None]
         ordinal = valid.cumsum(-1)
         columns = columns.masked_fill(valid & (ordinal <= SINK_TOKENS), float("inf"))

@@ -13,10 +13,10 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.option_checks import check_max_budget
 from flexmask.base.scores import ranks, running_sums
 from flexmask.base.selection import Choice, block_lists
-from flexmask.base.visibility import num_blocks
+from flexmask.base.visibility import by_distance, num_blocks
 from flexmask.block_masks.flexprefill.plain import estimated_attention
 from flexmask.mask_function import BlockProblem, ByHead, Method, count_option, mask_function, share_option
-from flexmask.plain import blocks_kept_always, blocks_on_lines, by_offset, pooled_map
+from flexmask.plain import blocks_kept_always, blocks_on_lines, pooled_map
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Published(Method):
         # the published scores have no term for the number of keys
         counts = torch.ones_like(problem.key_counts())
 
-        by_token = (last.attention.mean(2), by_offset(last.attention, last.rows).mean(2))
+        by_token = (last.attention.mean(2), by_distance(last.attention, last.rows.position[:, None]).mean(2))
         vertical, slash = (tokens.unflatten(-1, (blocks, size)).sum(-1) for tokens in by_token)
         distance = _distance_with_nan(estimated_attention(problem, last.rows, key_means, counts), vertical)
         is_query_aware = distance < problem.as_tensor(self.tau)
@@ -106,13 +106,9 @@ class Published(Method):
 
     def check_call(self, inputs: AttentionInputs) -> None:
         """Refuse what the published code cannot do."""
-        offset = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
-        refused = {
-            "softcap": inputs.softcap,
-            "window": inputs.window,
-            "attention_mask": inputs.attention_mask,
-            "q_offset": offset,
-        }
+        refused = {name: getattr(inputs, name) for name in ("softcap", "window", "attention_mask")}
+        # of a chunk the lengths are refused
+        refused["q_offset"] = inputs.offset if inputs.query.shape[2] == inputs.key.shape[2] else None
         for name, value in refused.items():
             if value is not None:
                 raise ValueError(f"method 'published' takes no {name}; use method 'flexprefill'")

@@ -19,7 +19,7 @@ from flexmask.base.blocks import BlockProblem
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.scores import block_means, capped, grouped_scores, masked_softmax
 from flexmask.base.selection import BlockLists, ChosenBlocks, block_lists
-from flexmask.base.visibility import BlockVisibility, TokenValidity, split_into_blocks, visible_keys
+from flexmask.base.visibility import BlockVisibility, TokenValidity, by_distance, split_into_blocks, visible_keys
 
 
 def key_means(problem: BlockProblem) -> Tensor:
@@ -87,40 +87,19 @@ def line_mass(attention: Tensor, rows: RepresentativeRows, block_size: int) -> L
     else:
         # products may run in TF32; torch compiles these sums into one kernel
         by_row, after, before = ((attention * weight[:, None, :, None]).sum(-1) for weight in weights.unbind(-1))
-    own_block = rows.position // block_size
-    slash = _by_diagonal(by_row - after - before, own_block)
-    slash = slash + _by_diagonal(after, own_block + 1) + _by_diagonal(before, own_block - 1)
+    own_block = (rows.position // block_size)[:, None]
+    slash = by_distance(by_row - after - before, own_block).sum(2)
+    slash = slash + by_distance(after, own_block + 1).sum(2) + by_distance(before, own_block - 1).sum(2)
     number = rows.valid.sum(-1).clamp(min=1)[:, None, None]
     return LineMass(by_row.sum(2) / number, slash / number, by_row)
 
 
-def _by_diagonal(sums: Tensor, last_block: Tensor) -> Tensor:
-    """Sum rows by block diagonal: each row contributes its key block ``last_block - c`` to diagonal c."""
-    blocks = sums.shape[-1]
-    kv_block = last_block.unsqueeze(-1) - torch.arange(blocks, device=sums.device)
-    exists = (kv_block >= 0) & (kv_block < blocks)
-    kv_block = kv_block.clamp(0, blocks - 1)[:, None].expand(sums.shape)
-    return torch.where(exists[:, None], sums.gather(-1, kv_block), 0.0).sum(2)
-
-
-def by_offset(attention: Tensor, rows: RepresentativeRows) -> Tensor:
-    """Attention of each row by offset ``position - k`` instead of key, 0 where no key is."""
-    key = rows.position.unsqueeze(-1) - torch.arange(attention.shape[-1], device=attention.device)
-    shifted = attention.gather(-1, key.clamp(min=0)[:, None].expand(attention.shape))
-    return torch.where((key >= 0)[:, None], shifted, 0.0)
-
-
 def blocks_on_lines(vertical: Tensor, slash: Tensor, visibility: BlockVisibility) -> Tensor:
     """The map of all blocks on kept key blocks and block diagonals, (batch, num_heads, num_kv_blocks) bool each."""
-    kv_block = torch.arange(vertical.shape[-1], device=vertical.device)
-    kept = vertical.unsqueeze(-2)
+    by_q_block = slash.unsqueeze(-2).expand(-1, -1, visibility.first_row_block.shape[-1], -1)
     # a query block whose rows have positions in two key blocks lies on two diagonals
-    for row_diagonal in (visibility.first_row_block, visibility.last_row_block):
-        diagonal = row_diagonal.unsqueeze(-1) - kv_block
-        index = diagonal.clamp(min=0)[:, None].expand(*slash.shape[:2], -1, -1)
-        on_diagonal = slash.unsqueeze(-2).expand(index.shape).gather(-1, index)
-        kept = kept | (on_diagonal & (diagonal >= 0)[:, None])
-    return kept
+    first, last = (by_distance(by_q_block, block[:, None]) for block in (visibility.first_row_block, visibility.last_row_block))
+    return vertical.unsqueeze(-2) | first | last
 
 
 def blocks_kept_always(problem: BlockProblem) -> Tensor:

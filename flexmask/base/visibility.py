@@ -147,13 +147,16 @@ def visible_keys(positions: Tensor, row_valid: Tensor, tokens: TokenValidity, wi
 def candidate_lines(visibility: BlockVisibility) -> Tensor:
     """Key blocks, then block diagonals, that hold a visible block, (2, batch or 1, num_kv_blocks) bool."""
     visible = visibility.visible
-    diagonal = torch.arange(visible.shape[-1], device=visible.device)
-    holds = torch.zeros_like(visible[:, 0])
-    for row_diagonal in (visibility.first_row_block, visibility.last_row_block):
-        kv_block = row_diagonal.unsqueeze(-1) - diagonal
-        on_diagonal = visible.gather(-1, kv_block.clamp(min=0).expand(visible.shape)) & (kv_block >= 0)
-        holds = holds | on_diagonal.any(-2)
-    return torch.stack([visible.any(-2), holds])
+    on_diagonal = by_distance(visible, visibility.first_row_block) | by_distance(visible, visibility.last_row_block)
+    return torch.stack([visible.any(-2), on_diagonal.any(-2)])
+
+
+def by_distance(x: Tensor, start: Tensor) -> Tensor:
+    """The last dimension of `x` by distance ``start - index`` instead of index, 0 where no index is; `start` broadcasts."""
+    size = x.shape[-1]
+    index = start.unsqueeze(-1) - torch.arange(size, device=x.device)
+    exists = (index >= 0) & (index < size)
+    return x.gather(-1, index.clamp(0, size - 1).expand(x.shape)).masked_fill(~exists, 0)
 
 
 def valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
