@@ -54,21 +54,14 @@ def layer_attention(
 def _layer_call(module: nn.Module, inputs: AttentionInputs, seq_len: int, forward_pass: ForwardPass | None) -> LayerCall:
     """A module's call under the settings of its open scope, else of the process or the config."""
     scope = scope_of(module) if forward_pass is None else forward_pass.scope(module)
-    num_heads = inputs.query.shape[1]
     if scope is not None:
-        settings, layer = scope.run.settings, scope.layer_of(module)
-        method = scope.methods.get(module)
-        if method is None:
-            method = scope.methods[module] = _local_method(settings.layer_method(layer), module, num_heads)
         if scope.prompt_len is not None:
             inputs = inputs.with_fields(prompt_len=scope.prompt_len)
-        return LayerCall(inputs, seq_len, forward_pass, layer, settings, method, scope.run, scope.probe)
+        return LayerCall(inputs, seq_len, forward_pass, module, scope.layer_of(module), scope.run.settings, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    layer = -1 if index is None else index
     # an interrupt or a copied config left a block's name without a block, and a compiled forward does not restore the name
     settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
-    method = _local_method(settings.layer_method(layer), module, num_heads)
-    return LayerCall(inputs, seq_len, forward_pass, layer, settings, method, run)
+    return LayerCall(inputs, seq_len, forward_pass, module, -1 if index is None else index, settings, run)
 
 
 _DENSE = PrefillSettings(dense_below=sys.maxsize)
@@ -83,9 +76,9 @@ class LayerCall(NamedTuple):
     inputs: AttentionInputs
     seq_len: int  # tokens so far, `GeometryMask.seq_len`
     forward_pass: ForwardPass | None  # None in an operator
+    module: nn.Module
     layer: int
     settings: PrefillSettings
-    method: Method  # of this process's heads
     run: PrefillRun | None = None
     probe: Callable[[LayerCall], Tensor] | None = None  # runs the call instead
     sequence: int = 0  # in a pack
@@ -127,11 +120,11 @@ class LayerCall(NamedTuple):
         return plans[kind][0]
 
     def _new_plan(self) -> Plan:
-        call_options, size = self.settings.call_options, self.method.block_size
-        reason = self.call_reason()
+        call_options, reason = self.settings.call_options, self.call_reason()
         if reason is not None:
-            return dense_plan(self.inputs, size, call_options, reason)
-        return plan_call(self.inputs, self.method.for_inputs(self.inputs), call_options, layer=self.layer)
+            return dense_plan(self.inputs, self.settings.block_size, call_options, reason)
+        method = _local_method(self.settings.layer_method(self.layer), self.module, self.inputs.query.shape[1])
+        return plan_call(self.inputs, method.for_inputs(self.inputs), call_options, layer=self.layer)
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, for a pack of sequences, which follow one another in the batch rows."""

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from flexmask.integrations.huggingface.compat import NAME, text_config
 from flexmask.integrations.record import PrefillRun
 from flexmask.locking import locked
-from flexmask.method import Method
 
 LOCK = threading.RLock()  # held while scopes open and close
 # An open block replaces the attention's name in the model's config by this prefix and the encoded name. Nothing depends on
@@ -36,7 +35,6 @@ class Scope:
         self.config, self.closed = text_config(model), False
         self._unhook: Callable[[], Any] = lambda: None
         # weak keys, because torch.nn.DataParallel makes new modules in each forward
-        self.methods: MutableMapping[nn.Module, Method] = weakref.WeakKeyDictionary()  # for this process's heads
         self._layers: MutableMapping[nn.Module, int] = weakref.WeakKeyDictionary()
 
     @locked(LOCK)

@@ -29,7 +29,7 @@ class CoverageProbe:
         plan = call.plan()
         attended, reason = plan.attend(call.inputs, with_maps=True), plan.reason
         if reason is None:
-            inputs, block_size, coverage = call.inputs.for_attention(), call.method.block_size, []
+            inputs, block_size, coverage = call.inputs.for_attention(), call.settings.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)
             for group, selected in attended.selections:
                 keep = selected.keep

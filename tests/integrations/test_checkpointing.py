@@ -95,6 +95,15 @@ def test_a_mask_kept_beyond_its_block_is_refused_by_name(attention, compiled, mo
         run(prompt, attention_mask=mask)
 
 
+def test_a_mask_that_need_not_move_is_the_same_object():
+    """Plans are kept by it, and hooks of device_map move it before each layer."""
+    padded = GeometryMask((1, 1, 5, 9), torch.tensor([4]), torch.ones(1, 9, dtype=torch.bool))
+    for mask in (GeometryMask((1, 1, 5, 9), 4), padded):
+        assert mask.to("cpu") is mask
+    moved = padded.to("meta")
+    assert moved is not padded and moved.attention_mask.device.type == "meta"
+
+
 @pytest.mark.parametrize(
     "call",
     [

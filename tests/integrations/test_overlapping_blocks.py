@@ -2,8 +2,10 @@
 
 import asyncio
 import copy
+import gc
 import itertools
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
+from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.record import PrefillRun
 from tests.integrations.common import is_open, is_untouched
 
 # all dense: the reason of a call shows whose options it ran with
@@ -112,6 +116,18 @@ def test_a_block_serves_modules_with_the_model_s_config_that_have_none(model, to
             each(tokens[:, :50])
         assert ran_in(run) == [0]
     assert is_untouched(model)
+
+
+def test_a_block_holds_no_module_that_others_have_let_go(model):
+    """torch.nn.DataParallel runs new copies of the modules in each forward."""
+    with opened(model, PrefillRun()) as scope:
+        replica = copy.copy(model.model.layers[0].self_attn)
+        del replica.layer_idx
+        assert scope.layer_of(replica) == 0
+        gone = weakref.ref(replica)
+        del replica
+        gc.collect()
+        assert gone() is None
 
 
 def test_a_block_on_a_part_serves_the_part_inside_one_on_the_model(model, tokens):

@@ -53,6 +53,15 @@ def test_statistics_say_why(model, tokens, lines):
     assert {(row["layer"], row["reason"]) for row in run.rows()} == {(0, "in dense_layers"), (1, None)}
 
 
+def test_options_of_layers_without_attention_are_named(model, tokens, lines, without_kernel):
+    # as a layer of another kind in a mixture
+    model.model.layers[0].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    for layers in ({0: {"gamma": 0.5}, 1: {"gamma": 0.5}}, {1: {"gamma": 0.5}}):
+        with flexmask_hf.sparse_prefill(model, block_size=32, dense_below=0, layers=layers):
+            model(tokens)
+    assert lines() == ["flexmask: options of layers that called no attention were not used: layers 0"]
+
+
 SHORT = "flexmask: attention ran dense: {} tokens < dense_below 16384 (logged once per process and reason)"
 
 

@@ -140,6 +140,14 @@ def test_settings_of_the_process_go_over_those_of_the_config_and_under_named_one
     assert settings_for(model.config) == PrefillSettings(row_stride=4)
 
 
+def test_settings_of_the_process_are_one_object_for_all_layers(model, fresh_process):
+    """Plans are shared by it."""
+    for gamma in (0.5, 0.6):
+        flexmask_hf.register(gamma=gamma)
+        assert settings_for(model.config) is settings_for(model.config)
+        assert settings_for(model.config).options["gamma"] == gamma
+
+
 def test_keywords_override_what_is_saved_one_by_one(model):
     """In a block, in an inspection, in a forecast: only the named keywords change."""
     saved = flexmask_hf.configure(model, **SPARSE, dense_layers=[0], layers={1: {"tau": 0.3}})
