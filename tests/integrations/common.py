@@ -10,7 +10,6 @@ from transformers import DynamicCache, StaticCache
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.scope import open_scopes
 from tests.integrations.families import FAMILIES
-from tests.repository import python
 
 RELEASE = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 # one shape: each further one costs a compilation
@@ -30,21 +29,6 @@ def static_cache(model, length):
 
 def dynamic_cache(model):
     return DynamicCache() if RELEASE < (4, 56) else DynamicCache(config=model.config)
-
-
-def in_two_processes(what, folder):
-    """The results of both processes of `processes`, which torchrun starts on CPUs."""
-    words = "-m torch.distributed.run --standalone --nproc-per-node 2 tests/integrations/processes.py"
-    python(*words.split(), what, str(folder), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-def checkpointed(model, use_reentrant=False):
-    model.train()
-    # the name of transformers 5.23 on, and the older one
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
-    return model
 
 
 def padded(tokens, number=70):

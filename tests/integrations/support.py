@@ -3,16 +3,20 @@
 import functools
 import itertools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from flexmask.integrations.huggingface import PrefillRun, sparse_prefill
+from tests.expected import masked_attention
 from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, dynamic_cache, static_cache
 from tests.integrations.families import FAMILIES, VOCABULARY
-from tests.integrations.written_out import written_out
 from tests.repository import ROOT
 
 PATH = ROOT / "integrations" / "huggingface" / "SUPPORT.md"
@@ -121,6 +125,35 @@ def assert_near(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor |
     far = float((logits - expected).abs().max())
     assert far < TOLERANCE
     return far
+
+
+@contextmanager
+def written_out(model: Any, masks: dict[int, list[BlockMask | None]]) -> Iterator[None]:
+    """Run a model with `masks`, those of each layer's prefill calls, by attention written out in float64."""
+    left = {layer: [mask for mask in calls if mask is not None] for layer, calls in masks.items()}
+
+    def attention(module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **_):
+        batch, num_heads, q_len, _ = query.shape
+        visible = attention_mask[..., : key.shape[2]].expand(batch, num_heads, -1, -1)
+        if q_len > 1:
+            mask = left[module.layer_idx].pop(0)
+            chosen = create_mask(mask.mask_mod, batch, num_heads, q_len, mask.shape[3], device=query.device)
+            assert chosen.shape == visible.shape
+            assert not (chosen & ~visible).any(), "a mask shows what transformers hides"
+            visible = chosen
+        out, _ = masked_attention(query, key, value, visible, scaling, softcap, s_aux)
+        return out.to(query.dtype).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("written-out", attention)
+    sdpa_mask = AttentionMaskInterface()["sdpa"]
+    AttentionMaskInterface.register("written-out", lambda **given: sdpa_mask(**{**given, "allow_is_causal_skip": False}))
+    former = model.config._attn_implementation
+    model.set_attn_implementation("written-out")
+    try:
+        yield
+        assert not any(left.values()), "fewer prefill calls than masks"
+    finally:
+        model.set_attn_implementation(former)
 
 
 def result_of(cell: Cell) -> Result:

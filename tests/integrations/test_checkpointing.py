@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.integrations.huggingface.mask import GeometryMask
-from tests.integrations.common import checkpointed, make_model
+from tests.integrations.common import make_model
 
 # all dense, since CPUs have no other gradients: the reason of a call shows whose options it ran with
 DENSE = {"dense_below": 10**6}
@@ -21,6 +21,14 @@ reentrant = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not re
 def _gradients(no_gradients):
     with torch.enable_grad():
         yield
+
+
+def checkpointed(model, use_reentrant=False):
+    model.train()
+    # the name of transformers 5.23 on, and the older one
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+    return model
 
 
 def loss_of(model, tokens):

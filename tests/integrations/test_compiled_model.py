@@ -28,17 +28,13 @@ def prompt(tokens):
     return tokens[:1, :LENGTH]
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile(model)", "model.compile()"])
-def test_prompts_of_one_shape_are_compiled_once(model, prompt, counted, in_place):
+def test_prompts_of_one_shape_are_compiled_once(model, prompt, counted):
     arguments = {"attention_mask": torch.ones_like(prompt), "use_cache": False}
     expected = []
     for gamma in (0.5, 0.2):
         with flexmask_hf.sparse_prefill(model, **{**OPTIONS, "gamma": gamma}) as run:
             expected.append((model(prompt, **arguments).logits, run.stats[1][0].density))
-    if in_place:
-        model.compile(backend=counted, fullgraph=True)
-    else:
-        model = torch.compile(model, backend=counted, fullgraph=True)
+    model = torch.compile(model, backend=counted, fullgraph=True)
     assert not torch.equal(expected[0][1], expected[1][1])
     for collect_stats in (True, False):
         # a second block, and one with other options

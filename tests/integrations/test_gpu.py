@@ -11,7 +11,7 @@ import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.flex.backend import flash_available
 from tests.integrations import common
 from tests.integrations.families import FAMILIES, SIZES, VOCABULARY
-from tests.integrations.written_out import written_out
+from tests.integrations.support import written_out
 
 pytestmark = pytest.mark.gpu
 KEEP_ALL: dict[str, Any] = {**common.KEEP_ALL, "block_size": 64}

@@ -1,16 +1,55 @@
 """A model over two processes, by heads (tp_plan) and by rows (docs/context-parallel.md), gives the results of one."""
 
 import re
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from flexmask.integrations.huggingface import sparse_prefill
-from tests.integrations.common import in_two_processes
-from tests.repository import ROOT
+from tests.repository import ROOT, module_of, python
+
+
+def in_two_processes(what, folder, model, **asked):
+    """The results of `what`, a function of this file, in both processes that torchrun starts on CPUs."""
+    model.save_pretrained(folder / "model")
+    torch.save(asked, folder / "asked.pt")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    python(*words, __file__, what.__name__, str(folder), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def by_heads(folder, asked):
+    """A model whose heads are shared out by `tp_plan`."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto").eval()
+    results = {"processes": dist.get_world_size(), "dense": model(asked["tokens"]).logits}
+    for name, options in asked["options"].items():
+        with sparse_prefill(model, **options) as run:
+            results[name] = model(asked["tokens"]).logits
+            results[f"{name}, generated"] = model.generate(asked["tokens"], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        results[f"{name}, density"] = run.stats[1][0].density
+    return results
+
+
+def by_rows(folder, asked):
+    """A prompt whose rows are shared out by the code of docs/context-parallel.md."""
+    dist.init_process_group("gloo")
+    page = module_of(folder / "page.py")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    results = {}
+    for gamma in (1.0, 0.5):
+        logits, cache, run = page.prefill(model, asked["tokens"], asked["bounds"], gamma=gamma, **asked["options"])
+        following = logits[:, -1].contiguous()
+        dist.broadcast(following, dist.get_world_size() - 1)
+        after = model(following.argmax(-1, keepdim=True), past_key_values=cache).logits
+        results[f"gamma {gamma}"] = {"logits": logits, "after": after, "density": run.stats[1][0].density}
+    return results
+
 
 BLOCKS: dict[str, Any] = {"method": "flexprefill", "block_size": 64, "min_budget": 0, "dense_below": 0}
 BY_HEADS: dict[str, dict[str, Any]] = {
@@ -21,9 +60,7 @@ BY_HEADS: dict[str, dict[str, Any]] = {
 
 
 def test_two_processes_of_some_heads_each_give_what_one_gives(tmp_path, model, tokens):
-    model.save_pretrained(tmp_path / "model")
-    torch.save({"tokens": tokens, "options": BY_HEADS}, tmp_path / "asked.pt")
-    results, others = in_two_processes("heads", tmp_path)
+    results, others = in_two_processes(by_heads, tmp_path, model, tokens=tokens, options=BY_HEADS)
     assert results["processes"] == 2
     with torch.no_grad():
         dense = model(tokens).logits
@@ -66,10 +103,9 @@ def in_chunks(model, parts, gamma):
 
 
 def test_each_rank_s_rows_are_a_chunk_of_the_prompt(tmp_path, model, tokens, code):
-    model.save_pretrained(tmp_path / "model")
     (tmp_path / "page.py").write_text(code.prefill, encoding="utf-8")
-    torch.save({"tokens": tokens, "bounds": [0, BOUND, tokens.shape[1]], "options": BY_ROWS}, tmp_path / "asked.pt")
-    two = in_two_processes("rows", tmp_path)
+    bounds = [0, BOUND, tokens.shape[1]]
+    two = in_two_processes(by_rows, tmp_path, model, tokens=tokens, bounds=bounds, options=BY_ROWS)
     parts = tokens.tensor_split([BOUND], 1)
     whole = in_chunks(model, [tokens], 1.0)[0][0]
     assert torch.cat([each["gamma 1.0"]["logits"] for each in two], 1).sub(whole).abs().max() < 1e-4
@@ -97,3 +133,12 @@ def test_bounds_share_kept_blocks_and_not_rows(code):
     assert names["bounds_of"](torch.ones(100), 2, 64, 6400) == [0, 50 * 64, 6400]
     mask = SimpleNamespace(kv_num_blocks=torch.ones(1, 2, 3), full_kv_num_blocks=torch.arange(3).expand(1, 2, 3))
     assert names["kept_blocks"](SimpleNamespace(masks={0: [mask, None], 1: [mask]})).tolist() == [4, 8, 12]
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[2])
+    with torch.no_grad():
+        found = {"by_heads": by_heads, "by_rows": by_rows}[sys.argv[1]](folder, torch.load(folder / "asked.pt"))
+    torch.save(found, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
