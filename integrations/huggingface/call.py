@@ -26,6 +26,9 @@ from flexmask.plans import Plan, dense_plan, plan_call
 from flexmask.settings import PrefillSettings, fitted_to_heads
 from flexmask.stats import STATISTICS, dense_stats
 
+Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `LayerCall.plan`
+_DENSE = PrefillSettings(dense_below=sys.maxsize)
+
 
 def layer_attention(
     module: nn.Module, inputs: AttentionInputs, seq_len: int, mask: GeometryMask | None = None, segments: Segments | None = None
@@ -55,19 +58,14 @@ def _layer_call(module: nn.Module, inputs: AttentionInputs, seq_len: int, forwar
     """A module's call under the settings of its open scope, else of the process or the config."""
     scope = scope_of(module) if forward_pass is None else forward_pass.scope(module)
     if scope is not None:
+        settings, layer = scope.run.settings, scope.layer_of(module)
         if scope.prompt_len is not None:
             inputs = inputs.with_fields(prompt_len=scope.prompt_len)
-        return LayerCall(inputs, seq_len, forward_pass, module, scope.layer_of(module), scope.run.settings, scope.run, scope.probe)
+        return LayerCall(inputs, seq_len, forward_pass, module, layer, settings, scope.run, scope.probe)
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     # an interrupt or a copied config left a block's name without a block, and a compiled forward does not restore the name
     settings, run = (_DENSE, PrefillRun()) if is_scoped(config) else (settings_for(config), None)
     return LayerCall(inputs, seq_len, forward_pass, module, -1 if index is None else index, settings, run)
-
-
-_DENSE = PrefillSettings(dense_below=sys.maxsize)
-
-
-Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `LayerCall.plan`
 
 
 class LayerCall(NamedTuple):

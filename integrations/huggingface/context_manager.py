@@ -32,14 +32,10 @@ _log = logging.getLogger("flexmask")
 class _Exit:
     """The function that a ``with`` block ends with. Only it holds the scope strongly: once it is dropped, the scope is closed.
 
-    1. ``with`` looks up ``__exit__``: `_ExitOfEachBlock` makes an exit, which the statement holds to its end, and others weakly.
-    2. ``with`` calls ``__enter__``, which finds this exit in `_LATEST_EXIT`, gives it a new scope and opens that.
-    3. The body runs.
-    4. ``with`` calls the exit, which closes the scope and reports, and drops it.
-
-    An interrupt between any two of their lines drops the exit, and with it the scope. An ExitStack takes the same steps, but
-    looks up ``__exit__`` on the class. Entered by hand, by ``manager.__enter__()``, there is no exit to hold the scope; the
-    manager does (`_by_hand`) until its ``__exit__`` is called.
+    ``with`` first looks up ``__exit__``, for which `_ExitOfEachBlock` makes an exit that the statement holds to its end. It then
+    calls ``__enter__``, which finds this exit in `_LATEST_EXIT` and gives it a new scope. So an interrupt between any two lines
+    drops the exit, and with it the scope. An ExitStack takes the same steps, but looks up ``__exit__`` on the class. A scope
+    entered by hand, by ``manager.__enter__()``, has no exit; the manager holds it (`_by_hand`) until its ``__exit__`` is called.
     """
 
     def __init__(self, manager: sparse_prefill | None) -> None:

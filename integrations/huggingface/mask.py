@@ -178,7 +178,15 @@ def mask_for_transformers(*, config: Any = None, **arguments: Any) -> Any:
     return geometry_mask(config=config, **arguments)
 
 
-def geometry_mask(
+def geometry_mask(**arguments: Any) -> GeometryMask | Tensor | None:
+    """The mask of a forward pass; for a single row SDPA's. ValueError if `attention_mask` ends before the last query row."""
+    q_len, first = q_len_and_offset(arguments)
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments) if q_len == 1 else _prefill_mask(q_len, first, **arguments)
+
+
+def _prefill_mask(
+    q_len: int,
+    first: int | Tensor,
     *,
     batch_size: int,
     kv_length: int,
@@ -187,14 +195,8 @@ def geometry_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     config: Any = None,
-    **arguments: Any,
-) -> GeometryMask | Tensor | None:
-    """The mask of a forward pass; for a single row SDPA's. ValueError if `attention_mask` ends before the last query row."""
-    q_len, first = q_len_and_offset(arguments)
-    if q_len == 1:
-        keys = {"kv_length": kv_length, "kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
-        named = {"batch_size": batch_size, "local_size": local_size, "config": config}
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**keys, **named, **arguments)
+    **_: Any,
+) -> GeometryMask:
     # do not wait for a first row that is on a device
     known_first = _int_if_known(first)
     if attention_mask is not None and isinstance(known_first, int) and not is_traced():

@@ -57,11 +57,9 @@ class RecordedCall(NamedTuple):
 def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     """Copies on the CPU, in their dtypes and shapes, by id; waits once per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    copies: dict[int, Tensor] = {}
     for tensor in tensors:
-        copies[id(tensor)] = tensor
-        if tensor.device.type != "cpu":
-            by_device.setdefault(tensor.device, []).append(tensor)
+        by_device.setdefault(tensor.device, []).append(tensor)
+    copies: dict[int, Tensor] = {}
     for device, group in by_device.items():
         together = torch.cat([tensor.detach().flatten().to(widest_float(device)) for tensor in group]).cpu()
         for tensor, copy in zip(group, together.split([tensor.numel() for tensor in group]), strict=True):

@@ -22,6 +22,13 @@ def make_model(family="Llama", seed=0, **options):
     return FAMILIES[family].make(seed, **options)
 
 
+def made(name, config, **options):
+    """A model of a class of transformers, or a skip where this release lacks it."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"this release has no {name}")
+    return getattr(transformers, name)(getattr(transformers, config)(**options)).eval()
+
+
 def static_cache(model, length):
     sizes = {"max_batch_size": BATCH, "dtype": torch.float32, "device": "cpu"} if RELEASE < (4, 56) else {}
     return StaticCache(config=model.config, max_cache_len=length, **sizes)

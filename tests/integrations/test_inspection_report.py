@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -18,24 +19,21 @@ from flexmask.integrations.record import CallSize, PrefillRun
 from flexmask.stats import dense_stats
 
 HOSTILE = "</title><script>alert('x')</script> & <img src=http://example.com/a.png> \"quoted\""
-HEADS = torch.zeros(1, 3)
+DENSE = dense_stats(torch.zeros(1, 3, 1, 1))
 
 
 def stats_of(method, layer):
     """Statistics of three heads; the third of layer 1 ran dense."""
-    nan, some, counts = HEADS + torch.nan, HEADS + 0.9, torch.ones(1, 3, dtype=torch.int64)
-    distance = torch.tensor([[0.05, 0.2, 0.3]]) if method == "flexprefill" else nan
-    coverage = nan if method == "streaming_llm" else some
-    density = torch.tensor([[0.125, 0.25, 0.5]]) + layer / 16
-    is_dense = torch.tensor([[False, False, layer == 1]])
+    unknown = [math.nan] * 3
     own = {
-        "is_query_aware": distance < 0.1,
-        "js_distance": distance,
-        "coverage": coverage,
-        "row_coverage": some - 0.3 if method == "hybrid" else nan,
+        "density": [share + layer / 16 for share in (0.125, 0.25, 0.5)],
+        "is_query_aware": [True, False, False],
+        "js_distance": [0.05, 0.2, 0.3] if method == "flexprefill" else unknown,
+        "coverage": unknown if method == "streaming_llm" else [0.9] * 3,
+        "row_coverage": [0.6] * 3 if method == "hybrid" else unknown,
+        "dense_heads": [False, False, layer == 1],
     }
-    own |= {"density": density, "num_vertical_blocks": counts, "num_slash_blocks": counts, "dense_heads": is_dense}
-    return replace(dense_stats(HEADS[..., None, None]), **own, dense=False)
+    return replace(DENSE, **{name: torch.tensor([values]) for name, values in own.items()}, dense=False)
 
 
 def inspection(method="flexprefill", dense=False, coverage=(0.9, 0.8, 0.8, 0.85)):
@@ -43,7 +41,7 @@ def inspection(method="flexprefill", dense=False, coverage=(0.9, 0.8, 0.8, 0.85)
     run = PrefillRun(PrefillSettings(method))
     for layer in range(3):
         sparse = layer < 2 and not dense
-        stats = stats_of(method, layer) if sparse else dense_stats(torch.zeros(1, 3, 1, 1))
+        stats = stats_of(method, layer) if sparse else DENSE
         run.record(layer, stats, None, None if sparse else "in <dense_layers>", 0, CallSize(1, 96, 96))
     mass = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0], [0.6, 0.3, 0.1]])
     kept = torch.tensor([[True, False, False], [False, True, False], [True, False, True]])
@@ -51,10 +49,6 @@ def inspection(method="flexprefill", dense=False, coverage=(0.9, 0.8, 0.8, 0.85)
     heads = () if dense else (ShownHead(1, 2, "lowest density", mass, kept, row, 32),)
     about = {"model": "Model", "tokens": 96, "device": "1 CPU thread", "dtype": "float32", "torch": "2", "transformers": "5"}
     return Inspection(run, heads, {} if dense else {0: coverage, 1: coverage[::-1]}, about)
-
-
-def words_of(found):
-    return words(page(found, "model", "prompt"))
 
 
 def words(text):
@@ -80,7 +74,7 @@ def test_a_report_is_one_page_that_loads_nothing(tmp_path):
 
 
 def test_the_page_holds_the_numbers():
-    said = words_of(inspection())
+    said = words(page(inspection(), "model", "prompt"))
     for part in (
         "2 of 3 layers sparse",
         "Layer 1, head 2 Shown for: lowest density. Vertical-slash, density 56.2%.",
@@ -89,14 +83,14 @@ def test_the_page_holds_the_numbers():
         '{"method": "flexprefill", "gamma": 0.95, ',
     ):
         assert part in said
-    assert "By hybrid's estimate its query blocks keep 60.0% of their attention." in words_of(inspection("hybrid"))
 
 
 @pytest.mark.parametrize("method", ["hybrid", "streaming_llm"])
 def test_what_a_method_does_not_compute_is_left_out(method):
     found = inspection(method)
-    said = words_of(found)
+    said = words(page(found, "model", "prompt"))
     assert "nan" not in said
+    assert ("By hybrid's estimate its query blocks keep 60.0% of their attention." in said) == (method == "hybrid")
     assert f'"method": "{method}"' in said
     json.dumps(found.to_dict(), allow_nan=False)
 

@@ -1,7 +1,6 @@
 """Every family with caches, paddings and prefills, against dense attention and under its masks; other calls and methods."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import transformers
 import flexmask.integrations.huggingface as flexmask_hf
 from flexmask.block_masks.positions import causal_mask
 from flexmask.integrations.huggingface.compat import group_function
-from tests.integrations.common import LENGTH, RELEASE, SPARSE, padded, switchable
+from tests.integrations.common import LENGTH, RELEASE, SPARSE, made, padded, switchable
 from tests.integrations.families import SIZES
 from tests.integrations.support import FEWER_CELLS, result_of
 
@@ -24,19 +23,12 @@ def test_equals_dense_attention(cell):
         pytest.skip(refused)
 
 
-def made(name: str, config: str = "Config", **options: Any) -> Any:
-    """A tiny random model, or a skip."""
-    if not hasattr(transformers, f"{name}ForCausalLM"):
-        pytest.skip(f"no {name} in this release")
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}{config}")(**{**SIZES, **options})).eval()
-
-
 @pytest.mark.parametrize(
     ("name", "options", "entries"),
     [("Llama", {}, 1), ("DiffLlama", {}, 2), ("HrmText", {"num_hidden_layers": 4, "H_cycles": 1, "L_cycles": 1}, None)],
 )
 def test_call_is_the_prefill(tokens, name, options, entries):
-    model = switchable(made(name, **options))
+    model = switchable(made(f"{name}ForCausalLM", f"{name}Config", **{**SIZES, **options}))
     with flexmask_hf.sparse_prefill(model) as run:
         model(tokens[:, :100])
         model(tokens)
@@ -69,7 +61,8 @@ def test_layers_without_an_index_have_no_layer_s_options_outside_of_a_block(mode
 
 def test_layers_that_share_keys_run_on_the_rows_asked_for(tokens):
     options = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    model = made("Gemma4", "TextConfig", **options, global_head_dim=16, sliding_window=64, hidden_size_per_layer_input=8)
+    options |= {"global_head_dim": 16, "sliding_window": 64, "hidden_size_per_layer_input": 8}
+    model = made("Gemma4ForCausalLM", "Gemma4TextConfig", **{**SIZES, **options})
     expected = model(tokens, logits_to_keep=1).logits
     with flexmask_hf.sparse_prefill(model) as run:
         logits = model(tokens, logits_to_keep=1).logits

@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,19 +20,25 @@ from tests.integrations.common import BATCH, KEEP_ALL, LENGTH, SPARSE, make_mode
 from tests.repository import python
 
 
-def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
-    seen = {}
+def tensors_of_the_first_layer(model, tokens):
+    """Query, key and scale."""
+    seen = []
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        seen[module.layer_idx] = (query, key, scaling)
+        seen.append((query, key, scaling))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("recording", attention)
     model.set_attn_implementation("recording")
     model(tokens)
+    model.set_attn_implementation("sdpa")
+    return seen[0]
+
+
+def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
     options = {name: value for name, value in SPARSE.items() if name not in ("method", "dense_below")}
-    query, key, scale = seen[0]
+    query, key, scale = tensors_of_the_first_layer(model, tokens)
     mask, stats = flexprefill_mask(query, key, **options, scale=scale, return_stats=True)
 
     with flexmask_hf.sparse_prefill(model, **SPARSE, collect_masks=True) as run:
@@ -43,30 +50,18 @@ def test_selects_on_the_queries_and_keys_of_the_layer(model, tokens):
 @pytest.mark.parametrize(
     ("layers", "number", "by_name"), [({}, 1, False), ({1: {"gamma": 0.9}}, 2, False), ({}, 1, True)], ids=str
 )
-def test_layers_with_the_same_settings_share_a_plan(model, tokens, monkeypatch, layers, number, by_name):
-    made, run_alone = [], []
-
-    def plan_call(*arguments, **keywords):
-        made.append(planned(*arguments, **keywords))
-        return made[-1]
-
-    planned = call.plan_call
+def test_layers_with_the_same_settings_share_a_plan(model, tokens, layers, number, by_name):
     if by_name:
         flexmask_hf.configure(model, **SPARSE, layers=layers)
         flexmask_hf.register()
         model.set_attn_implementation("flexmask")
     with nullcontext() if by_name else flexmask_hf.sparse_prefill(model, **SPARSE, layers=layers):
-        monkeypatch.setattr(call, "plan_call", plan_call)
         for mask in (None, padded(tokens), None):
-            made.clear()
-            out = model(tokens, attention_mask=mask).logits
-            assert len(made) == number
-            # without plans that layers share
-            monkeypatch.setattr(call.LayerCall, "plan", call.LayerCall._new_plan)
-            run_alone.append(torch.equal(model(tokens, attention_mask=mask).logits, out))
-            monkeypatch.undo()
-            monkeypatch.setattr(call, "plan_call", plan_call)
-    assert all(run_alone)
+            with patch.object(call, "plan_call", wraps=call.plan_call) as made:
+                out = model(tokens, attention_mask=mask).logits
+            assert made.call_count == number
+            with patch.object(call.LayerCall, "plan", call.LayerCall._new_plan):  # which layers do not share
+                assert torch.equal(model(tokens, attention_mask=mask).logits, out)
 
 
 @pytest.mark.parametrize("collected", [(False, False), (False, True), (True, False)])
@@ -146,32 +141,24 @@ def test_packed_positions_are_refused_over_a_cache(device, tokens, lengths):
         model(tokens, position_ids=positions)
 
 
+# hybrid's, under which the length of the prompt decides
+BY_LENGTH = {"gamma": 0.96, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
+
+
 @pytest.mark.attention
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_chunks_of_a_named_prompt_select_by_its_length(model, tokens, compiled):
     """As single calls do: the first of two chunks keeps more, the last what it keeps without."""
-    seen = []
-
-    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        seen.append((query, key, scaling))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] == key.shape[2], enable_gqa=True)
-        return out.transpose(1, 2).contiguous(), None
-
-    options = {"gamma": 0.96, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
-    AttentionInterface.register("recording", attention)
-    model.set_attn_implementation("recording")
-    model(tokens[:1, :200])
-    query, key, scale = seen[0]
-    model.set_attn_implementation("sdpa")
+    query, key, scale = tensors_of_the_first_layer(model, tokens[:1, :200])
     run_model = torch.compile(model) if compiled else model
     kept = {}
     for prompt_len in (None, 400, 4000):
         cache = DynamicCache(config=model.config)
-        with flexmask_hf.sparse_prefill(model, **options, dense_below=0, prompt_len=prompt_len) as run:
+        with flexmask_hf.sparse_prefill(model, **BY_LENGTH, dense_below=0, prompt_len=prompt_len) as run:
             for part in tokens[:1, :400].split(200, 1):
                 run_model(part, past_key_values=cache)
         kept[prompt_len] = [stats.density for stats in run.stats[0]]
-        alone = hybrid_mask(query, key, **options, scale=scale, prompt_len=prompt_len, return_stats=True)[1]
+        alone = hybrid_mask(query, key, **BY_LENGTH, scale=scale, prompt_len=prompt_len, return_stats=True)[1]
         assert torch.equal(kept[prompt_len][0], alone.density)
     assert torch.equal(kept[None][1], kept[400][1]) and (kept[None][0] < kept[400][0]).any()
     assert (kept[400][1] < kept[4000][1]).any()
@@ -182,8 +169,7 @@ def test_the_sequences_of_a_pack_are_whole_prompts(model, tokens):
     packed = {"position_ids": torch.arange(200).repeat(2)[None], "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
     densities = []
     for prompt_len in (None, 4000):
-        options = {"gamma": 0.96, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
-        with flexmask_hf.sparse_prefill(model, **options, dense_below=0, prompt_len=prompt_len) as run:
+        with flexmask_hf.sparse_prefill(model, **BY_LENGTH, dense_below=0, prompt_len=prompt_len) as run:
             model(tokens[:1, :400], use_cache=False, **packed)
         densities.append(torch.stack([stats.density for stats in run.stats[0]]))
     assert torch.equal(*densities) and densities[0].shape[0] == 2

@@ -28,10 +28,10 @@ def stats_of(seed, batch=1, hybrid=False):
     return replace(dense_stats(batch), **own, dense=False)
 
 
-def holding(coverage, least):
-    """Of a hybrid call, by head."""
-    shares = {"coverage": torch.tensor([coverage]), "min_row_coverage": torch.tensor([least])}
-    return replace(stats_of(0, hybrid=True), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool), **shares)
+def holding(hybrid=True, **shares):
+    """Of a call all of whose heads ran sparse, statistics by head."""
+    shares = {name: torch.tensor([share]) for name, share in shares.items()}
+    return replace(stats_of(0, hybrid=hybrid), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool), **shares)
 
 
 def dense_stats(batch=1):
@@ -51,8 +51,8 @@ def recorded(calls=6, max_calls=None, **options):
     return run
 
 
-def without_nan(rows):
-    return [{name: "NaN" if value != value else value for name, value in row.items()} for row in rows]
+def rounded(summary):
+    return json.loads(json.dumps(summary.to_dict()), parse_float=lambda number: round(float(number), 6))
 
 
 def test_rows_are_the_statistics():
@@ -107,7 +107,7 @@ def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
     run = PrefillRun()
     for layer, held in ((0, [0.9, 0.12, 0.3, 0.9]), (1, [0.9, 0.9, 0.9, 0.06]), (2, [0.9, 0.9, 0.9, 0.9])):
         for _ in range(2):
-            run.record(layer, holding(held, held), None, None, None, CallSize(1, 100, 100))
+            run.record(layer, holding(coverage=held, min_row_coverage=held), None, None, None, CallSize(1, 100, 100))
     assert [(each.layer, each.head) for each in run.summary().low_heads] == [(1, 3), (0, 1)]
     assert run.summary().layers[0].patterns == {"hybrid": 1.0}
     assert {row["pattern"] for row in run.rows()} == {"hybrid"}
@@ -117,17 +117,17 @@ def test_heads_that_keep_little_of_some_rows_are_named_in_one_line():
 
 def test_a_row_of_padding_alone_changes_no_coverage_and_names_no_head():
     runs = PrefillRun(), PrefillRun()
-    alone = replace(stats_of(0, hybrid=True), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool))
+    alone = holding()
     # such a row keeps nothing of nothing
     tensors = {name: x for name, x in vars(alone).items() if name != "dense"}
     empty = {name: torch.full_like(x, math.nan if name == "js_distance" else 0) for name, x in tensors.items()}
     padded = replace(alone, **{name: torch.cat([x, empty[name]]) for name, x in tensors.items()})
     for run, stats in zip(runs, (alone, padded), strict=True):
         run.record(0, stats, None, None, None, CallSize(len(stats.density), 100, 100))
-    expected, found = (run.summary() for run in runs)
-    assert found.low_heads == expected.low_heads
+    expected, found = (rounded(run.summary()) for run in runs)
+    assert found["low_heads"] == expected["low_heads"]
     for name in ("coverage", "row_coverage", "lowest"):
-        assert getattr(found.layers[0], name) == pytest.approx(getattr(expected.layers[0], name))
+        assert found["layers"][0][name] == expected["layers"][0][name]
 
 
 def test_calls_beyond_the_cap_are_dropped_but_counted():
@@ -136,17 +136,8 @@ def test_calls_beyond_the_cap_are_dropped_but_counted():
     for layer in range(3):
         assert len(capped.calls[layer]) == 4
         assert capped.stats[layer][0].density.tolist() == whole.stats[layer][16].density.tolist()
-    assert without_nan(capped.rows()) == without_nan(row for row in whole.rows() if row["call"] >= 16)
-    found, expected = capped.summary(), whole.summary()
-    assert found.dropped_calls == 3 * 16
-    assert (found.prefills, found.sequences, found.tokens) == (expected.prefills, expected.sequences, expected.tokens)
-    assert found.density == pytest.approx(expected.density, rel=1e-9)
-    assert found.low_heads == expected.low_heads
-    for one, other in zip(found.layers, expected.layers, strict=True):
-        assert (one.calls, one.dense_calls, one.reasons) == (other.calls, other.dense_calls, other.reasons)
-        assert one.patterns == pytest.approx(other.patterns)
-        assert one.coverage == pytest.approx(other.coverage)
-        assert one.lowest == other.lowest
+    assert str(capped.rows()) == str([row for row in whole.rows() if row["call"] >= 16])
+    assert rounded(capped.summary()) == {**rounded(whole.summary()), "dropped_calls": 3 * 16}
 
 
 def test_runs_are_bounded_by_default():
@@ -160,7 +151,7 @@ def test_runs_are_bounded_by_default():
     assert reasons[OTHER_REASONS] > 80
 
 
-@pytest.mark.parametrize(("max_calls", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("max_calls", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_a_cap_that_is_none_is_refused(max_calls, error):
     with pytest.raises(error, match="max_calls must be"):
         PrefillRun(max_calls=max_calls)
@@ -191,11 +182,8 @@ def test_tokens_of_a_prefill_count_once(calls, said):
 def test_a_layer_shows_what_all_its_rows_keep_where_the_method_knows(by_rows):
     # the last rows of hybrid are dense, and keep all
     shares = {"coverage": [1.0] * 4, "row_coverage": [0.6, 0.7, 0.8, 0.9], "min_row_coverage": [0.38, 0.5, 0.6, 0.7]}
-    given = shares if by_rows else {"coverage": shares["row_coverage"]}
-    run, stats = PrefillRun(), {name: torch.tensor([share]) for name, share in given.items()}
-    run.record(
-        0, replace(stats_of(0), dense_heads=torch.zeros(1, HEADS, dtype=torch.bool), **stats), None, None, 0, CallSize(1, 9, 9)
-    )
+    given, run = shares if by_rows else {"coverage": shares["row_coverage"]}, PrefillRun()
+    run.record(0, holding(hybrid=False, **given), None, None, 0, CallSize(1, 9, 9))
     run.record(1, dense_stats(), None, "short", 0, CallSize(1, 9, 9))
     sparse, dense = run.summary().layers
     assert sparse.coverage == pytest.approx(1.0 if by_rows else 0.75)
@@ -248,5 +236,5 @@ def test_statistics_on_a_gpu(nothing_waits):
             with nothing_waits():
                 run.record(0, on_gpu, None, None, call, CallSize(1, 100, 100))
         host.record(0, stats, None, None, call, CallSize(1, 100, 100))
-    assert without_nan(run.rows()) == without_nan(host.rows())
+    assert str(run.rows()) == str(host.rows())
     assert run.summary().density == pytest.approx(host.summary().density)
