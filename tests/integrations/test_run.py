@@ -151,7 +151,7 @@ def test_runs_are_bounded_by_default():
     assert reasons[OTHER_REASONS] > 80
 
 
-@pytest.mark.parametrize(("max_calls", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+@pytest.mark.parametrize(("max_calls", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_a_cap_that_is_none_is_refused(max_calls, error):
     with pytest.raises(error, match="max_calls must be"):
         PrefillRun(max_calls=max_calls)
