@@ -17,11 +17,19 @@ FORWARD_REFUSALS = {
 }
 
 
-def test_mask_for_other_keys_names_both():
-    query, key = torch.zeros(1, 2, 40, 16), torch.zeros(1, 2, 41, 16)
-    message = r"a call of 40 rows and 41 keys whose mask has 40 rows and 40 keys \(the model adds"
+@pytest.mark.parametrize(
+    ("rows", "mask", "message"),
+    [
+        (40, GeometryMask((1, 1, 40, 40), 0), "40 rows and 41 keys whose mask has 40 rows and 40 keys .the model adds"),
+        (40, None, "a prefill without a mask over a cache; use "),
+        (1, torch.zeros(1, 1, 1, 41), "a 4-D attention_mask of numbers; use one of booleans"),
+    ],
+    ids=["other keys", "none", "numbers"],
+)
+def test_masks_that_do_not_fit_a_call_are_refused(rows, mask, message):
+    query, key = torch.zeros(1, 2, rows, 16), torch.zeros(1, 2, 41, 16)
     with pytest.raises(NotImplementedError, match=message):
-        attention(torch.nn.Module(), query, key, key, GeometryMask((1, 1, 40, 40), 0))
+        attention(torch.nn.Module(), query, key, key, mask)
 
 
 def test_mask_of_a_decoding_step_may_reach_beyond_the_keys():
