@@ -43,22 +43,22 @@ def attend_chunk(
     """Causal attention of a chunk whose last row is at the last key, at any length, with the results of `Plan.attend`.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, seq_len, head_dim), `sinks`
-    (num_heads,). Layers of one kind share the plan of a `request`; None: the chunk ends its prompt, and its plan is not kept.
+    (num_heads,). Layers of one kind share the plan of a `request`; None: one of this call alone, whose chunk ends its prompt.
     The output is (rows, num_heads, v_head_dim), written into `out` if the kernel can.
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
+    request = request or SparseRequest(0, 0, query.shape[0], key.shape[1])
     kind = (layer.kind, query.dtype)
-    plan = None if request is None else request.plans.get(kind)
+    plan = request.plans.get(kind)
     if plan is None:
-        prompt_len = None if request is None else request.prompt_len
-        goes_on = prompt_len is not None and prompt_len > key.shape[1]  # otherwise it has no effect
+        # otherwise it has no effect
+        prompt_len = request.prompt_len if (request.prompt_len or 0) > key.shape[1] else None
         geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
-        inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len if goes_on else None, **geometry)
+        inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len, **geometry)
         # at any length, because the split of the step has already decided
         plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
-        if request is not None:
-            plan = request.plans[kind] = plan.without_tensors().with_replay()
+        plan = request.plans[kind] = plan.without_tensors().with_replay()
     else:
         # one chunk and one kind of layer: the inputs fit the plan
         inputs = plan.inputs.with_fields(query=tensors[0], key=tensors[1], value=tensors[2], sinks=sinks)

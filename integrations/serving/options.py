@@ -21,7 +21,7 @@ _ENCODED = "flexmask_read"
 _KEY = "flexmask "  # how our keys for cached prefixes begin
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ServingOptions:
     """Options of one engine."""
 
@@ -32,11 +32,6 @@ class ServingOptions:
     log_every: float = 60.0  # least seconds between logs of the counters, in steps that prefill; a log waits for the device
     source: str = "defaults"  # of the settings, for the log
     num_layers: int | None = None  # of the model, if its config tells
-
-    @functools.cached_property
-    def stock_layers(self) -> dict[int, int | None]:
-        """By number of ranks: a layer that the options keep stock (`_stock_layer`), entered when first needed."""
-        return {}
 
     @property
     def policy(self) -> DensePolicy:
@@ -147,15 +142,14 @@ def request_options(params: Any, holder: Any, read: Callable[[], ServingOptions]
         method.checked(method.block_size, {**method.options, "gamma": gamma})
     except ValueError as error:
         raise ValueError(f"{_PREFIX}{error}") from None
-    if ranks not in options.stock_layers:
-        options.stock_layers[ranks] = _stock_layer(options, ranks)
-    layer = options.stock_layers[ranks]
+    layer = _stock_layer(options, ranks)
     if layer is not None:
         why = "every head keeps every block"
         raise ValueError(f"{GAMMA} must be left out: by this server's settings layer {layer} runs stock ({why})")
     return RequestOptions(gamma=float(gamma))
 
 
+@functools.lru_cache(maxsize=16)
 def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
     """The first layer found that runs stock on some rank because every head keeps every block; None without one."""
     settings, policy = options.settings, options.policy

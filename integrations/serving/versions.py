@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import pkgutil
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -52,23 +53,33 @@ def _served(engine: str, version: str) -> str:
 
 
 def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, ...] | set[str]]) -> list[str]:
-    """Differences between the interfaces `found` in an engine and those `wanted`.
+    """Differences between the interfaces of an engine and those `wanted`.
 
-    ``holder.name`` with a tuple wants a function of a module or class in `found`, whose first arguments have these names, None
-    for any. A name with a set wants an entry of `found` that has these names (`names_of`).
+    ``holder.name`` with a tuple wants a function of a module or class, whose first arguments have these names, None for any.
+    A name with a set wants something that has these names (`names_of`). It is an entry of `found`, or else named by its path.
     """
     faults = []
     for name, wishes in wanted.items():
         if isinstance(wishes, set):
-            absent = sorted(wishes - names_of(found[name]))
+            absent = sorted(wishes - names_of(_thing(name, found)))
             faults += [f"{name} must have {', '.join(absent)}"] if absent else []
             continue
         holder, _, attribute = name.rpartition(".")
-        function = getattr(found[holder], attribute, None)
+        function = getattr(_thing(holder, found), attribute, None)
         names = [] if function is None else [name for name in inspect.signature(function).parameters if name != "self"]
         if len(names) < len(wishes) or any(wish not in (None, got) for wish, got in zip(wishes, names, strict=False)):
             faults.append(f"{name} must take {', '.join(wish or '...' for wish in wishes)}; got {', '.join(names) or 'none'}")
     return faults
+
+
+def _thing(name: str, found: Mapping[str, Any]) -> Any:
+    """The entry of `found`, or what has this path; None if nothing has."""
+    if name in found:
+        return found[name]
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return None
 
 
 def names_of(thing: Any) -> set[str]:

@@ -58,8 +58,8 @@ def _backend(name: str) -> type:
     return backend
 
 
-def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...] = (), shown_as: str = "CUSTOM") -> type:
-    """A backend like `stock` whose long prompts run sparse; `readers` are mixins that read another cache than `gathered` does."""
+def sparse_backend(name: str, stock: Any, kernel: str) -> type:
+    """A backend like `stock` whose long prompts run sparse."""
     check_interfaces("vLLM", vllm.__version__, interface_faults(stock))
 
     from flexmask.integrations.vllm.builder import SparseLatentBuilder, SparsePrefillBuilder
@@ -67,12 +67,12 @@ def sparse_backend(name: str, stock: Any, kernel: str, readers: tuple[type, ...]
 
     mixins = (SparseLatentImpl, SparseLatentBuilder) if stock.is_mla() else (SparsePrefillImpl, SparsePrefillBuilder)
     namespace = {"__module__": __name__}
-    impl = type(f"{name}Impl", (*readers, mixins[0], stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
+    impl = type(f"{name}Impl", (mixins[0], stock.get_impl_cls()), {**namespace, "flexmask_kernel": kernel})
     builder: Any = type(f"{name}Builder", (mixins[1], stock.get_builder_cls()), namespace)
     builder.flexmask_own = builder
 
     overrides = {
-        "get_name": staticmethod(lambda: shown_as),
+        "get_name": staticmethod(lambda: "CUSTOM"),
         "get_impl_cls": staticmethod(lambda: impl),
         "get_builder_cls": staticmethod(lambda: builder),
         # the blocks that a row keeps depend on its chunk

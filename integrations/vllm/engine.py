@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -81,24 +82,24 @@ class VLLMEngine(Engine):
         if not self._in_warm_up:
             super().count_step(role, split, is_sparse)
 
-    def assign_role(self, name: str, model: str, impl_args: Mapping[str, Any]) -> Role:
-        """The role of a layer from now on; `model` is a path, `impl_args` are the arguments of the layer's implementation."""
-        with _LOCK:
-            if name not in self.roles:
-                self.roles[name] = self._role(layer_index(name), model, impl_args)
-            return self.roles[name]
-
-    def _role(self, index: int | None, model: str, impl_args: Mapping[str, Any]) -> Role:
+    def role_of(self, name: str, layer: Any) -> Role:
+        """The role of one of vLLM's layers."""
+        plugin, builder, index = layer.impl.flexmask, layer.attn_backend.get_builder_cls(), layer_index(name)
         target = self._vllm_config.model_config
+        if not isinstance(layer, self.calling_layers()):
+            return Stock(f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself")
+        # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
+        if builder.flexmask_own is not builder:
+            return Stock("its builder rewrites the batch (chunked local attention)")
         # a model's own draft layers continue its indices
-        if model != target.model or (index is not None and index >= target.get_total_num_hidden_layers()):
+        if plugin.model != target.model or (index is not None and index >= target.get_total_num_hidden_layers()):
             return Stock(DRAFT)
         if target.rswa_window is not None:
             return Stock("a window that leaves the prompt visible")
-        reason = layer_reason(impl_args, self.dtype)
+        reason = layer_reason(plugin.impl_args, self.dtype)
         if reason is not None or index is None:
             return Stock(reason or "no layer number in its name")
-        return role_of_shape(shape_of(impl_args), index, self.options.settings, *_tensor_parallel_rank())
+        return role_of_shape(shape_of(plugin.impl_args), index, self.options.settings, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
         """Once: assign the roles of all layers, log them, compile, and make the largest call if memory is being measured."""
@@ -110,7 +111,7 @@ class VLLMEngine(Engine):
             self._prepared = True
             layers = {name: layer for name, layer in self.layers.items() if hasattr(getattr(layer, "impl", None), "flexmask")}
             for name, layer in layers.items():
-                self._assign_layer_role(name, layer)
+                self.roles[name] = layer.impl.flexmask.role = self.role_of(name, layer)
             policy, most = self.options.policy, self._vllm_config.model_config.max_model_len
             latent = {layer.attn_backend.get_builder_cls() for layer in layers.values() if layer.attn_backend.is_mla()}
             policy = policy._replace(min_rows=max([policy.min_rows, *map(self._min_rows, latent)]))
@@ -133,15 +134,6 @@ class VLLMEngine(Engine):
         widths = [role.head_dim for name, role in sparse.items() if not self.layers[name].attn_backend.is_mla()]
         if HAS_TRITON:
             pages_kernel.compile_for(widths, self.dtype, device)
-
-    def _assign_layer_role(self, name: str, layer: Any) -> None:
-        builder = layer.attn_backend.get_builder_cls()
-        if not isinstance(layer, self.calling_layers()):
-            self.roles[name] = Stock(f"a layer of type {type(layer).__name__}, which calls the engine's kernels itself")
-        # vLLM derives a builder for chunked local attention (Llama 4), which splits nothing
-        elif builder.flexmask_own is not builder:
-            self.roles[name] = Stock("its builder rewrites the batch (chunked local attention)")
-        layer.impl.flexmask.assign_role(name)
 
     def _min_rows(self, builder: Any) -> int:
         """The least rows that latent attention does not decode, by a bare builder. vLLM raises it for speculative decoding."""
@@ -187,17 +179,11 @@ def existing_engine(vllm_config: Any) -> VLLMEngine | None:
 def follow_requests(vllm_config: Any) -> None:
     """Have vLLM's model runner call `VLLMEngine.note_requests` before each step; ImportError if its interfaces differ."""
     if vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu import input_batch, model_runner
-
-        name, lengths = "prepare_inputs", "prefill_len_np"
+        worker, name, lengths = "vllm.v1.worker.gpu.", "prepare_inputs", "prefill_len_np"
     else:
-        from vllm.v1.worker import gpu_input_batch as input_batch
-        from vllm.v1.worker import gpu_model_runner as model_runner
-
-        name, lengths = "_update_states", "num_prompt_tokens"
-    runner: Any = model_runner.GPUModelRunner
-    found = {"GPUModelRunner": runner, "InputBatch": input_batch.InputBatch}
-    faults = faults_in(found, {f"GPUModelRunner.{name}": ("scheduler_output",), "InputBatch": {lengths}})
+        worker, name, lengths = "vllm.v1.worker.gpu_", "_update_states", "num_prompt_tokens"
+    runner = f"{worker}model_runner.GPUModelRunner"
+    faults = faults_in({}, {f"{runner}.{name}": ("scheduler_output",), f"{worker}input_batch.InputBatch": {lengths}})
     if faults:
         raise ImportError(f"flexmask does not support the model runner of this vLLM: {'; '.join(faults)}")
 
@@ -216,4 +202,4 @@ def follow_requests(vllm_config: Any) -> None:
             engine.note_requests(new, step.req_ids, alive, getattr(step, lengths))
         return batch
 
-    wrap_once(runner, name, prepare)
+    wrap_once(pkgutil.resolve_name(runner), name, prepare)

@@ -33,12 +33,7 @@ class PluginLayer:
         # vLLM tags the model it loads; a draft's layers may have the target's configuration
         is_draft = backends.model_tag == "draft_model" or backends.model_tag.endswith("_head")
         self.model: str = DRAFT if is_draft else config.model_config.model
-        self.role: Role | None = None
-
-    def assign_role(self, name: str) -> None:
-        """Assign the role of the layer, once vLLM has told its name."""
-        if self.role is None:
-            self.role = self.engine.assign_role(name, self.model, self.impl_args)
+        self.role: Role | None = None  # from `VLLMEngine.prepare` on
 
     def sparse_step(self, attn_metadata: Any, scale: float) -> tuple[SparseLayer, Step] | None:
         """The layer's role and the split step, or None if the layer runs stock in it; counts the step's tokens."""
@@ -78,8 +73,6 @@ class SparsePrefillImpl(PluginMixin):
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self.flexmask.engine.prepare(query.device, in_profile=True)
-        else:
-            self.flexmask.assign_role(layer.layer_name)
         found = self.flexmask.sparse_step(attn_metadata, float(self.scale))
         if found is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
@@ -113,11 +106,9 @@ class SparsePrefillImpl(PluginMixin):
         self, layer: Any, kv_cache: Tensor, page_table: PageTable | None, chunk: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         """A request's keys and values, zero before the table's first token. Gathered rows are freed before this returns."""
-        cache_dtype = self.flexmask.cache_dtype
-        # a reader of another cache overrides `flexmask_gather`
-        is_plain = cache_dtype not in FP8_CACHES and type(self).flexmask_gather is SparsePrefillImpl.flexmask_gather
-        if page_table is not None and is_plain and kernel_serves(kv_cache, chunk):
+        if page_table is not None and kernel_serves(kv_cache, chunk):
             return pages_kernel.keys_and_values(kv_cache, page_table, chunk)
+        cache_dtype = self.flexmask.cache_dtype
         scales = (layer._k_scale, layer._v_scale) if cache_dtype in FP8_CACHES else (None, None)
         cached: tuple[Tensor | None, Tensor | None] = (None, None)
         if page_table is not None:

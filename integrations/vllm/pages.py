@@ -45,10 +45,6 @@ class PageTable:
         page, offset = self.pages_and_offsets(page_size)
         return self._once(("slots", page_size), lambda: page * page_size + offset)
 
-    def pages(self, page_size: int) -> Tensor:
-        """The pages that the tokens fill, (pages,) int64."""
-        return self.page_ids[self.first // page_size : -(-self.stop // page_size)].long()
-
 
 def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each, from the cache of FLASH_ATTN or TRITON_ATTN.

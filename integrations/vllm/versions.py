@@ -16,39 +16,41 @@ _EVERY: dict[str, tuple[str, ...] | set[str]] = {
     "builder.build": ("common_prefix_len", "common_attn_metadata", "fast_build"),
     "builder.build_for_cudagraph_capture": ("common_attn_metadata",),
     "builder.get_cudagraph_support": ("vllm_config", "kv_cache_spec"),
-    "split_attn_metadata": ("ubatch_slices", "common_attn_metadata"),
-    "UBatchSlice": ("request_slice", "token_slice"),
-    "CommonAttentionMetadata": {
+    "vllm.v1.worker.ubatch_utils.split_attn_metadata": ("ubatch_slices", "common_attn_metadata"),
+    "vllm.v1.worker.ubatch_utils.UBatchSlice": ("request_slice", "token_slice"),
+    "vllm.v1.attention.backend.CommonAttentionMetadata": {
         "query_start_loc_cpu", "seq_lens_cpu_upper_bound", "num_reqs", "block_table_tensor", "causal", "is_prefilling",
         "mm_req_doc_ranges",
     },
-    "AttentionCGSupport": {"UNIFORM_BATCH"},
+    "vllm.v1.attention.backend.AttentionCGSupport": {"UNIFORM_BATCH"},
     "vllm.compilation.backends": {"model_tag"},
     "vllm.config": {"get_current_vllm_config", "get_current_vllm_config_or_none"},
-    "CompilationConfig": {"static_forward_context"},
-    "ModelConfig": {"use_mla", "get_total_num_hidden_layers", "hf_text_config", "enable_sleep_mode"},
-    "ParallelConfig": {"use_ubatching"},
-    "the implementation": {"scale"},
+    "vllm.config.CompilationConfig": {"static_forward_context"},
+    "vllm.config.ModelConfig": {"use_mla", "get_total_num_hidden_layers", "hf_text_config", "enable_sleep_mode"},
+    "vllm.config.ParallelConfig": {"use_ubatching"},
+    "implementation": {"scale"},
 }  # fmt: skip
 _NOT_LATENT: dict[str, tuple[str, ...] | set[str]] = {
-    "impl.forward": (
+    "implementation.forward": (
         "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output", "output_scale", "output_block_scale",
     ),
-    "impl.do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
-    "the implementation's arguments": ARGUMENTS,
+    "implementation.do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+    "implementation's arguments": ARGUMENTS,
     "an attention layer": {"_q_scale", "_k_scale", "_v_scale"},  # with an FP8 cache
 }  # fmt: skip
 _LATENT: dict[str, tuple[str, ...] | set[str]] = {
     "builder._init_reorder_batch_threshold": ("reorder_batch_threshold", "supports_spec_as_decode"),
-    "impl.forward_mha": (
+    "implementation.forward_mha": (
         "q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata", "k_scale", "output", "output_scale",
     ),
-    "MLAAttention.forward_impl": ("q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata"),
+    "vllm.model_executor.layers.attention.mla_attention.MLAAttention.forward_impl": (
+        "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata",
+    ),
     # all but those that nothing reads
-    "the implementation's arguments": LATENT_ARGUMENTS - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
+    "implementation's arguments": LATENT_ARGUMENTS - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
     "builder": {"query_len_support", "reorder_batch_threshold", "_prefill_backend"},
-    "MLAPrefillBackend": {"clone"},
-    "metadata of latent attention": {"num_decodes", "num_decode_tokens"},
+    "vllm.v1.attention.backends.mla.prefill.base.MLAPrefillBackend": {"clone"},
+    "vllm.model_executor.layers.attention.mla_attention.MLACommonMetadata": {"num_decodes", "num_decode_tokens"},
 }  # fmt: skip
 
 
@@ -77,27 +79,12 @@ def _shape_of_cache(is_latent: bool) -> tuple[int, ...]:
 
 def interface_faults(stock: Any) -> list[str]:
     """Differences between the installed vLLM and the interfaces that the plug-in needs; [] if none."""
-    from vllm import config
-    from vllm.compilation import backends
-    from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-    from vllm.v1.worker import ubatch_utils
-
     builder, impl, is_latent = stock.get_builder_cls(), stock.get_impl_cls(), stock.is_mla()
-    owners = (config, backends, CommonAttentionMetadata, AttentionCGSupport)
-    configs = (config.CompilationConfig, config.ModelConfig, config.ParallelConfig)
-    found: dict[str, Any] = {owner.__name__: owner for owner in (*owners, *configs)}
-    found |= {"builder": builder, "impl": impl, "the implementation": impl, "": ubatch_utils}
-    found["the implementation's arguments"] = _arguments(impl)
+    found: dict[str, Any] = {"builder": builder, "implementation": impl, "implementation's arguments": _arguments(impl)}
     # pages, KV heads, tokens in a page, keys before values; or latent rows, whose one head vLLM drops
     wanted, shape = (3, 16, 576) if is_latent else (3, 2, 16, 128), _shape_of_cache(is_latent)
     faults = [] if shape == wanted else [f"the cache must have the shape {wanted}; got {shape}"]
-    if is_latent:
-        from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonMetadata
-        from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
-
-        found |= {"MLAAttention": MLAAttention, "MLAPrefillBackend": MLAPrefillBackend}
-        found["metadata of latent attention"] = MLACommonMetadata
-    else:
+    if not is_latent:
         from vllm.model_executor.layers.attention import attention
 
         found["an attention layer"] = names_in(attention, "set_default_quant_scales")

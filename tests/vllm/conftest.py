@@ -1,5 +1,6 @@
 """Engines that several tests compare, each run once, and a builder and an implementation without an engine."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -46,19 +47,14 @@ def engine(config):
     from flexmask.integrations.vllm.engine import engine_of
 
     made = engine_of(config)
-    made.prepare = Mock()
+    made.prepare, made.calling_layers = Mock(), lambda: (SimpleNamespace,)
     return made
 
 
 @pytest.fixture
 def parts(config, engine):
     """A builder and an implementation over the stock ones of `stock_steps`."""
-    from flexmask.integrations.vllm.builder import SparsePrefillBuilder
-    from flexmask.integrations.vllm.impl import SparsePrefillImpl
-    from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, StockBuilder, StockImpl
+    from tests.vllm.stock_steps import LAYER, Builder, impl_of
 
-    impl = type("Impl", (SparsePrefillImpl, StockImpl), {})(HEADS, DIM, 0.2, KV_HEADS, lookback=-1, indexer=None)
-    impl.flexmask.assign_role(LAYER.layer_name)
-    builder_class = type("Builder", (SparsePrefillBuilder, StockBuilder), {})
-    builder_class.flexmask_own = builder_class
-    return builder_class(None, [LAYER.layer_name], config, torch.device("cpu")), impl
+    impl = impl_of(engine, lookback=-1, indexer=None)
+    return Builder(None, [LAYER.layer_name], config, torch.device("cpu")), impl

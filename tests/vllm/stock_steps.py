@@ -9,6 +9,8 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from flexmask._torch import HAS_TRITON
+from flexmask.integrations.vllm.builder import SparsePrefillBuilder
+from flexmask.integrations.vllm.impl import SparsePrefillImpl
 from tests.expected import rows_attention
 
 HEADS, KV_HEADS, DIM, PAGE = 4, 2, 32, 16
@@ -49,6 +51,25 @@ class StockImpl:
                 keys, values = rows_of(kv_cache, attn_metadata.table[request], attn_metadata.lengths[request])
                 output[start:stop] = rows_attention(query[start:stop], keys, values, self.scale, self.sinks)
         return output
+
+
+class Builder(SparsePrefillBuilder, StockBuilder):
+    pass
+
+
+class Impl(SparsePrefillImpl, StockImpl):
+    pass
+
+
+Builder.flexmask_own = Builder
+
+
+def impl_of(engine, **options):
+    """An implementation with these arguments, whose role is the engine's."""
+    impl = Impl(HEADS, DIM, 0.2, KV_HEADS, **options)
+    layer = SimpleNamespace(impl=impl, attn_backend=SimpleNamespace(get_builder_cls=lambda: Builder))
+    engine.roles[LAYER.layer_name] = impl.flexmask.role = engine.role_of(LAYER.layer_name, layer)
+    return impl
 
 
 def rows_of(cache, table, tokens):

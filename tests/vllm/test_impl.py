@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="`make test-vllm` has it in an environment of
 from flexmask.integrations.serving.options import ServingOptions
 from flexmask.settings import PrefillSettings
 from tests.expected import rows_attention
-from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, MIXES, assert_stock_outputs, read_by_kernel, rows_of, step_of
+from tests.vllm import stock_steps
+from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, MIXES, assert_stock_outputs, rows_of, step_of
 
 
 @pytest.mark.attention
@@ -32,35 +33,12 @@ def test_the_kernel_s_keys_are_those_that_torch_gathers(order, parts, engine, mo
     engine.attend = Mock(wraps=engine.attend)
     common, tensors = step_of(MIXES["decoding, late chunks and whole prompts"], order)
     assert_stock_outputs(parts, common, tensors)
-    calls = read_by_kernel(monkeypatch)
+    calls = stock_steps.read_by_kernel(monkeypatch)
     assert_stock_outputs(parts, common, tensors)
     assert calls.call_count == 2  # the whole prompt has no page
     keys_and_values = [call.args[3:5] for call in engine.attend.call_args_list]
     for one, other in zip(keys_and_values[:3], keys_and_values[3:], strict=True):
         assert all(map(torch.equal, one, other))
-
-
-def test_what_the_kernel_cannot_read_is_gathered(parts, engine, monkeypatch):
-    """FP8 caches, and those of which a mixin reads the pages itself."""
-    builder, impl = parts
-    calls = read_by_kernel(monkeypatch)
-    engine.attend = Mock(return_value=torch.zeros(70, HEADS, DIM))
-    common, (query, key, value, cache) = step_of([(70, 33)])
-    gathered = []
-
-    class Reader:
-        def flexmask_gather(self, *given):
-            gathered.append(given)
-            return super().flexmask_gather(*given)
-
-    reader = type("Impl", (Reader, *type(impl).__bases__), {})(HEADS, DIM, 0.2, KV_HEADS)
-    in_fp8 = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
-    one = torch.ones(1)
-    layer = SimpleNamespace(layer_name=LAYER.layer_name, _q_scale=one, _k_scale=one, _v_scale=one)
-    with torch.inference_mode():
-        for each, its_cache in ((reader, cache), (in_fp8, cache.to(torch.float8_e4m3fn).view(torch.uint8))):
-            each.forward(layer, query, key, value, its_cache, builder.build(0, common), torch.empty_like(query))
-    assert (len(gathered), calls.call_count, engine.attend.call_count) == (1, 0, 2)
 
 
 @pytest.mark.attention
@@ -69,12 +47,11 @@ def test_what_the_kernel_cannot_read_is_gathered(parts, engine, monkeypatch):
 def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, monkeypatch):
     """They are free: empty, or those of another request."""
     if by_kernel:
-        read_by_kernel(monkeypatch)
-    builder, impl = parts
+        stock_steps.read_by_kernel(monkeypatch)
+    builder, _ = parts
     engine.options = ServingOptions(PrefillSettings(gamma=0.2, min_budget=32, block_size=32, dense_below=0))
     engine.attend = Mock(wraps=engine.attend)
-    engine.roles.clear()
-    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, sliding_window=150)
+    impl = stock_steps.impl_of(engine, sliding_window=150)
     common, (query, key, value, cache) = step_of([(96, 230), (64, 40)])
     metadata, outputs = builder.build(0, common), []
     with torch.inference_mode():
@@ -90,10 +67,9 @@ def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, mo
 
 
 @pytest.mark.attention
-def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
+def test_an_fp8_cache_and_quantized_queries_are_scaled(parts, engine):
     """As FLASH_ATTN's kernels get them, with scales by KV head."""
-    builder, impl = parts
-    impl = type(impl)(HEADS, DIM, 0.2, KV_HEADS, kv_cache_dtype="fp8")
+    builder, impl = parts[0], stock_steps.impl_of(engine, kv_cache_dtype="fp8")
     scales = {name: torch.tensor(pair) for name, pair in (("q", [0.5, 0.25]), ("k", [0.06, 0.03]), ("v", [0.1, 0.2]))}
     layer = SimpleNamespace(layer_name=LAYER.layer_name, **{f"_{name}_scale": scale for name, scale in scales.items()})
     common, (query, key, value, cache) = step_of([(70, 33), (64, 0)])
@@ -115,48 +91,34 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts):
         assert (later - rows_attention(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
 
 
-def test_the_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkeypatch):
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_the_keys_of_one_request_are_gone_before_those_of_the_next(by_kernel, parts, monkeypatch):
     builder, impl = parts
     common, tensors = step_of([(90, 17), (70, 33)])
     made, alive, gather = [], [], impl.flexmask_gather
 
-    def watched(*given):
+    def note(found=()):
         alive.append(sum(each() is not None for each in made))
+        made.extend(map(weakref.ref, found))
+
+    def watched(*given):
+        note()
         found = gather(*given)
         made.extend(map(weakref.ref, found))
         return found
 
     def attended(role, request, query, key, value, sinks, out):
-        alive.append(sum(each() is not None for each in made))
-        made.extend(map(weakref.ref, (key, value)))
+        note((key, value))
         return out.zero_()
 
-    monkeypatch.setattr(impl, "flexmask_gather", watched)
+    if by_kernel:
+        stock_steps.read_by_kernel(monkeypatch).side_effect = lambda *_: note() or DEFAULT
+    else:
+        monkeypatch.setattr(impl, "flexmask_gather", watched)
     monkeypatch.setattr(impl.flexmask.engine, "attend", attended)
     with torch.inference_mode():
         impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
     assert alive == [0] * 4
-
-
-def test_the_kernel_s_keys_of_one_request_are_gone_before_those_of_the_next(parts, monkeypatch):
-    builder, impl = parts
-    read = read_by_kernel(monkeypatch)
-    common, tensors = step_of([(90, 17), (70, 33)])
-    made, alive = [], []
-
-    def attended(role, request, query, key, value, sinks, out):
-        made.extend(map(weakref.ref, (key, value)))
-        return out.zero_()
-
-    def watched(*given):
-        alive.append(sum(each() is not None for each in made))
-        return DEFAULT
-
-    read.side_effect = watched
-    monkeypatch.setattr(impl.flexmask.engine, "attend", attended)
-    with torch.inference_mode():
-        impl.forward(LAYER, *tensors, builder.build(0, common), torch.empty_like(tensors[0]))
-    assert alive == [0] * 2 and len(made) == 4
 
 
 def test_memory_is_measured_before_the_first_step(parts, engine):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
-from tests.vllm.cpu_plugin.flexmask_vllm_cpu import gathered_on_cpu, order_of_cache
 
 PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
 TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
@@ -46,53 +45,3 @@ def test_numbers_of_an_fp8_cache_may_be_bytes(name):
     assert torch.equal(in_fp8(numbers.view(torch.uint8), name).float(), numbers.float())
     # vLLM's CPU cache has the dtype
     assert in_fp8(numbers, name) is numbers
-
-
-def transposed(keys, values, cache):
-    """Keys by dimension, values by token: vLLM's order for AVX."""
-    page_size, heads, head_dim = keys.shape
-    halves = cache.view(1, heads, 2, page_size * head_dim)
-    halves[0, :, 0] = keys.permute(1, 2, 0).flatten(1)
-    halves[0, :, 1] = values.transpose(0, 1).flatten(1)
-
-
-def paired(keys, values, cache):
-    """Pairs of neighbours, for tiles of AMX."""
-    page_size, heads, head_dim = keys.shape
-    halves = cache.view(1, heads, 2, page_size * head_dim)
-    halves[0, :, 0] = keys.permute(1, 2, 0).reshape(heads, head_dim // 2, 2, page_size).transpose(-1, -2).flatten(1)
-    halves[0, :, 1] = values.permute(1, 0, 2).reshape(heads, page_size // 2, 2, head_dim).transpose(-1, -2).flatten(1)
-
-
-@pytest.mark.parametrize("write", [transposed, paired])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_pages_of_a_cpu_cache_in_an_order_found_by_writing(write, dtype):
-    orders = order_of_cache(PAGE, DIM, dtype, write)
-    keys, values = torch.randn(2, HEADS, 48, DIM).to(dtype)
-    cache = torch.full((PAGES, HEADS, PAGE, 2 * DIM), float("nan")).to(dtype)
-    for number, page in enumerate(TABLE[:3]):
-        part = slice(number * PAGE, (number + 1) * PAGE)
-        write(keys[:, part].transpose(0, 1), values[:, part].transpose(0, 1), cache[page : page + 1])
-    for tokens in LENGTHS:
-        for first in (0, 3, tokens):
-            found = gathered_on_cpu(cache, PageTable(TABLE, tokens).since(first), DIM, orders)
-            for made, right in zip(found, (keys, values), strict=True):
-                assert torch.equal(made.float(), right[:, first:tokens].float())
-
-
-def test_a_cache_that_loses_elements_is_refused():
-    def forgetful(keys, values, cache):
-        transposed(keys, values, cache)
-        cache[0, 0, 0, 3] = 0
-
-    with pytest.raises(RuntimeError, match="in an order that flexmask cannot read"):
-        order_of_cache(PAGE, DIM, torch.float32, forgetful)
-
-
-def test_the_order_of_a_page_with_many_elements():
-    """A mixture's page of wide heads: more elements than six octal digits count."""
-    page_size, dim = 544, 512
-    keys, values = order_of_cache(page_size, dim, torch.float32, transposed)
-    element = torch.arange(page_size * dim).view(page_size, dim)
-    assert torch.equal(keys.view(page_size, dim), element.view(dim, page_size).T)
-    assert torch.equal(values.view(page_size, dim), element)

@@ -7,7 +7,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from flexmask.integrations.serving.layers import SparseLayer, Stock
+from flexmask.integrations.serving.layers import Stock
 from flexmask.integrations.vllm.engine import VLLMEngine, engine_of
 from tests.vllm.configs import config_of
 
@@ -42,17 +42,6 @@ def test_what_cannot_be_served_is_refused_by_name(options, parallel, message):
         VLLMEngine(config_of(options, **parallel))
 
 
-def test_other_layers_are_stock_with_a_reason():
-    engine = VLLMEngine(config_of({"dense_layers": [1]}))
-    assert engine.assign_role("model.layers.1.attn", "a", GIVEN) == Stock("in dense_layers")
-    assert engine.assign_role("draft.layers.3.attn", "a", GIVEN) == Stock("a draft model's")
-    assert engine.assign_role("draft.layers.2.attn", "b", GIVEN) == Stock("a draft model's")
-    assert engine.assign_role("model.attn", "a", GIVEN) == Stock("no layer number in its name")
-    windowed = config_of()
-    windowed.model_config.rswa_window = 128
-    assert engine_of(windowed).assign_role("model.layers.0.attn", "a", GIVEN) == Stock("a window that leaves the prompt visible")
-
-
 def test_one_engine_for_a_configuration():
     config, other = config_of(), config_of()
     first = engine_of(config)
@@ -82,19 +71,23 @@ def builder_class(decoded=1, support="SINGLE_ONLY"):
     return Builder
 
 
-def engine_with_layers(options, builders=None, is_latent=False):
-    """Three layers, the first dense; what they start with is noted, and compiles nothing."""
+def layer_of(builder=None, model="a", is_latent=False, kind=SimpleNamespace):
+    """One of vLLM's layers, with its part of the plug-in."""
+    made = kind()
+    made.impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask=SimpleNamespace(model=model, impl_args=GIVEN, role=None))
+    builder = builder or builder_class()
+    made.attn_backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda: builder)
+    return made
+
+
+def engine_with(*layers, **options):
+    """An engine of layers, the first dense, or those named; what they start with is noted, and compiles nothing."""
     config = config_of({"dense_layers": [0], **options})
     engine = VLLMEngine(config)
     engine.start, engine.reserve, engine.compile_reader = Mock(), Mock(), Mock()
     engine.calling_layers = lambda: (SimpleNamespace,)
-    for number, builder in enumerate(builders or [builder_class()] * 3):
-        name = f"model.layers.{number}.attn"
-        ours = SimpleNamespace(assign_role=lambda name: engine.assign_role(name, "a", GIVEN))
-        impl = SimpleNamespace(flexmask_kernel="STOCK", flexmask=ours)
-        backend = SimpleNamespace(is_mla=lambda: is_latent, get_builder_cls=lambda builder=builder: builder)
-        config.compilation_config.static_forward_context[name] = SimpleNamespace(impl=impl, attn_backend=backend)
-    config.compilation_config.static_forward_context["another"] = SimpleNamespace()
+    engine.layers.update({f"model.layers.{number}.attn": layer for number, layer in enumerate(layers)})
+    engine.layers["another"] = SimpleNamespace()
     return engine
 
 
@@ -106,7 +99,7 @@ def started(engine):
 
 @pytest.mark.parametrize(("device", "in_profile"), [("cpu", True), ("cuda", False), ("cuda", True)])
 def test_everything_before_the_first_request_happens_once(device, in_profile):
-    engine = engine_with_layers({})
+    engine = engine_with(layer_of(), layer_of(), layer_of())
     for again in (in_profile, False, True):
         engine.prepare(torch.device(device), again)
     # the last 1,024 rows of 32,768 tokens, which are measured on a GPU while vLLM measures memory
@@ -122,23 +115,35 @@ def test_everything_before_the_first_request_happens_once(device, in_profile):
 def test_the_reader_of_the_cache_is_compiled_for_sparse_layers_with_keys_in_it(is_latent, monkeypatch):
     made = Mock()
     monkeypatch.setattr("flexmask.integrations.vllm.engine.pages_kernel.compile_for", made)
-    engine = engine_with_layers({}, is_latent=is_latent)
+    engine = engine_with(*(layer_of(is_latent=is_latent) for _ in range(3)))
     engine.prepare(torch.device("cpu"), False)
     VLLMEngine.compile_reader(engine, torch.device("cpu"))
     made.assert_called_once_with([] if is_latent else [GIVEN["head_size"]] * 2, torch.float32, torch.device("cpu"))
 
 
-def test_layers_that_the_engine_calls_in_another_way_are_dense():
-    """As those with chunked local attention (Llama 4), and those of Kimi Linear."""
+def test_layers_that_are_not_served_are_stock_with_a_reason():
+    """As those with chunked local attention (Llama 4), those of Kimi Linear, and those of drafts."""
     own = builder_class()
-    engine = engine_with_layers({"dense_layers": []}, builders=(type("Derived", (own,), {}), own, own))
-    latent = type("LatentAttention", (), vars(engine.layers["model.layers.1.attn"]))
-    engine.layers["model.layers.1.attn"] = latent()
+    rewrites, latent = layer_of(type("Derived", (own,), {})), layer_of(kind=type("LatentAttention", (), {}))
+    stock = {
+        "model.layers.0.attn": (layer_of(), "in dense_layers"),
+        "model.layers.1.attn": (rewrites, "its builder rewrites the batch (chunked local attention)"),
+        "model.layers.1.latent": (latent, "a layer of type LatentAttention, which calls the engine's kernels itself"),
+        "draft.layers.3.attn": (layer_of(), "a draft model's"),
+        "draft.layers.2.attn": (layer_of(model="b"), "a draft model's"),
+        "model.attn": (layer_of(), "no layer number in its name"),
+    }
+    engine = engine_with()
+    engine.layers.update({name: layer for name, (layer, _) in stock.items()})
+    engine.layers["model.layers.2.attn"] = layer_of(own)
     engine.prepare(torch.device("cpu"), False)
-    first, second, third = engine.roles.values()
-    assert first == Stock("its builder rewrites the batch (chunked local attention)")
-    assert second == Stock("a layer of type LatentAttention, which calls the engine's kernels itself")
-    assert isinstance(third, SparseLayer)
+    (served,) = engine.sparse_layers
+    assert engine.roles == {**{name: Stock(reason) for name, (_, reason) in stock.items()}, "model.layers.2.attn": served}
+    assert all(engine.layers[name].impl.flexmask.role is role for name, role in engine.roles.items())
+    windowed = engine_with(layer_of(), layer_of())
+    windowed._vllm_config.model_config.rswa_window = 128
+    windowed.prepare(torch.device("cpu"), False)
+    assert set(windowed.roles.values()) == {Stock("a window that leaves the prompt visible")}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +157,7 @@ def test_layers_that_the_engine_calls_in_another_way_are_dense():
     ],
 )
 def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support, guessed, least):
-    engine = engine_with_layers({"min_rows": 1}, builders=[builder_class(decoded, support)] * 3, is_latent=True)
+    engine = engine_with(layer_of(), layer_of(builder_class(decoded, support), is_latent=True), min_rows=1)
     engine._vllm_config.guessed = guessed
     engine.prepare(torch.device("cpu"), False)
     assert started(engine)[-3] == least
@@ -166,6 +171,6 @@ def test_chunks_that_latent_attention_decodes_are_told_as_dense(decoded, support
 def test_one_stage_exports_the_counters_and_one_rank_logs(place, changes, expected):
     """Metrics of processes are added up."""
     vars(place).update(changes)
-    engine = engine_with_layers({})
+    engine = engine_with(layer_of(), layer_of(), layer_of())
     engine.prepare(torch.device("cpu"), False)
     assert started(engine)[-2:] == expected

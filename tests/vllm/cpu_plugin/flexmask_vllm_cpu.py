@@ -44,8 +44,12 @@ def _backend(name: str) -> type:
 
     module, stock_name, kernel = _STOCK[name]
     stock = getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), stock_name)
-    made = sparse_backend(name, stock, kernel, () if stock.is_mla() else (ReadsCPUCache,), shown_as=kernel)
+    made: Any = sparse_backend(name, stock, kernel)
+    made.get_name = staticmethod(lambda: kernel)
     made.__module__ = __name__  # where vLLM looks it up
+    if not stock.is_mla():
+        reader = type(f"{name}Impl", (ReadsCPUCache, made.get_impl_cls()), {})
+        made.get_impl_cls = staticmethod(lambda: reader)
     return made
 
 
@@ -109,7 +113,8 @@ def order_of_cache(page_size: int, head_dim: int, dtype: torch.dtype, write: Wri
 def gathered_on_cpu(cache: Tensor, page_table: Any, head_dim: int, orders: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each and contiguous."""
     page_size = cache.shape[2]
-    pages, first = page_table.pages(page_size), page_table.first % page_size
+    pages = page_table.page_ids[page_table.first // page_size : -(-page_table.stop // page_size)].long()
+    first = page_table.first % page_size
     both = []
     for half, order in zip(halves(cache), orders, strict=True):
         # (pages, heads, elements in order) -> (heads, tokens, head_dim)
