@@ -10,19 +10,8 @@ from flexmask import sparse_attention
 from flexmask.integrations.serving import chunk as chunk_module
 from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk, concat_cached
 from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import warm_up
-from flexmask.settings import PrefillSettings
-
-SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
-OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
-CPU = torch.device("cpu")
-
-
-def layer_of(shape=SHAPE, **options):
-    found = role_of_shape(shape, 0, PrefillSettings(**options))
-    assert isinstance(found, SparseLayer)
-    return found
+from tests.serving.layers import CPU, SHAPE, SPARSE, layer_of
 
 
 def chunk(rows, tokens=420):
@@ -35,14 +24,14 @@ def by_the_core(query, key, value, **options):
 
 @pytest.mark.attention
 def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
-    layer = layer_of(**OPTIONS)
+    layer = layer_of(**SPARSE)
     with torch.inference_mode():
         assert warm_up([layer, layer], (600, 2000), CPU, torch.float32, True) > 0
         compiled = dynamo_counters["stats"]["unique_graphs"]
         for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             given = chunk(rows)
             ours = attend_chunk(layer, *given, statistics=SAMPLED_STATISTICS)
-            expected, stats = by_the_core(*given, dense_below=0, **OPTIONS)
+            expected, stats = by_the_core(*given, dense_below=0, **SPARSE)
             torch.testing.assert_close(ours.out.transpose(0, 1), expected[0])
             for name in SAMPLED_STATISTICS:
                 torch.testing.assert_close(getattr(ours.stats, name), getattr(stats, name))
@@ -54,10 +43,10 @@ def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
 @pytest.mark.attention
 @pytest.mark.usefixtures("without_kernel")
 def test_a_chunk_selects_by_the_length_of_its_prompt():
-    layer, given = layer_of(**OPTIONS), chunk(150)
+    layer, given = layer_of(**SPARSE), chunk(150)
     requests = [SparseRequest(0, 0, 150, 420, tokens) for tokens in (None, 420, 4200)]
     found = [attend_chunk(layer, *given, request=each, statistics=("density",)).stats for each in requests]
-    expected = by_the_core(*given, dense_below=0, prompt_len=4200, **OPTIONS)[1]
+    expected = by_the_core(*given, dense_below=0, prompt_len=4200, **SPARSE)[1]
     assert torch.equal(found[2].density, expected.density)
     assert torch.equal(found[0].density, found[1].density) and (found[1].density < expected.density).all()
 
@@ -65,7 +54,7 @@ def test_a_chunk_selects_by_the_length_of_its_prompt():
 @pytest.mark.attention
 @pytest.mark.usefixtures("without_kernel")
 def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
-    layers = [layer_of(**OPTIONS), layer_of(**OPTIONS), layer_of(**{**OPTIONS, "gamma": 0.5})]
+    layers = [layer_of(**SPARSE), layer_of(**SPARSE), layer_of(**{**SPARSE, "gamma": 0.5})]
     made, request = [], SparseRequest(0, 0, 150, 420)
     plan_call = chunk_module.plan_call
     monkeypatch.setattr(chunk_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))

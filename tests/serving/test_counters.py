@@ -11,12 +11,10 @@ from flexmask.attend import AttentionResult
 from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import block_visibility, visible_blocks
 from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
-from flexmask.integrations.serving.layers import LayerShape, role_of_shape
-from flexmask.settings import PrefillSettings
 from flexmask.stats import dense_stats
+from tests.serving.layers import layer_of
 
-SHAPE = LayerShape(num_heads=2, num_kv_heads=1, head_dim=32, v_head_dim=32, scale=0.2)
-LAYERS = [role_of_shape(SHAPE, number, PrefillSettings(block_size=48)) for number in range(5)]
+LAYERS = [layer_of(number=number, block_size=48) for number in range(5)]
 
 
 def sparse(*kept):

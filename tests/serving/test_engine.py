@@ -2,20 +2,19 @@
 
 import logging
 from itertools import accumulate
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from flexmask.integrations.serving.chunk import concat_cached
 from flexmask.integrations.serving.engine import Engine
-from flexmask.integrations.serving.layers import LayerShape, role_of_shape
+from flexmask.integrations.serving.layers import role_of_shape
 from flexmask.integrations.serving.options import RequestOptions, ServingOptions
 from flexmask.integrations.serving.split import StepRequests
 from flexmask.settings import PrefillSettings
 from tests.expected import rows_attention
-
-SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
-CPU = torch.device("cpu")
+from tests.serving.layers import CPU, SHAPE
 
 
 class Plain(Engine):
@@ -108,9 +107,9 @@ def test_the_first_sparse_layer_counts_for_all():
     assert (ours.counters.sparse_steps, ours.counters.sparse_tokens) == (1, 300)
 
 
-def started(largest, **options):
-    """An engine of three layers, one of them dense."""
-    ours = Plain(num_layers=3, dense_layers=[0], **options)
+def started(largest, num_layers=3, **options):
+    """An engine of layers, the first of them dense."""
+    ours = Plain(num_layers, dense_layers=[0], **options)
     with torch.inference_mode():
         ours.start(largest, CPU, torch.float32, "STOCK")
     return ours
@@ -135,28 +134,21 @@ def test_the_first_rank_exports_its_counters_if_its_stage_does_and_a_layer_runs_
     is_first, exports, dense_layers, monkeypatch
 ):
     monkeypatch.setattr("flexmask.integrations.serving.engine.warm_up", lambda *_: 0.0)
-    exported, ours = [], Plain(dense_below=0, dense_layers=dense_layers)
-    ours.counters.export = lambda: exported.append(ours)
+    ours = Plain(dense_below=0, dense_layers=dense_layers)
+    ours.counters.export = Mock()
     ours.start((130, 400), CPU, torch.float32, "STOCK", is_first=is_first, exports=exports)
-    assert bool(exported) == (is_first and exports and not dense_layers)
-
-
-def test_start_says_that_a_model_has_no_attention_layers(caplog):
-    caplog.set_level("INFO", "flexmask.tests")
-    Plain(num_layers=0).start((130, 400), CPU, torch.float32, "STOCK")
-    nothing = "flexmask: no attention layers found in this model; STOCK runs it. Settings: defaults."
-    assert caplog.messages == [nothing]
+    assert ours.counters.export.called == (is_first and exports and not dense_layers)
 
 
 @pytest.mark.parametrize(
-    ("largest", "options", "reason"),
+    ("num_layers", "largest", "options", "told"),
     [
-        ((1024, 32768), {"dense_below": 10**6}, "32768 tokens < dense_below 1000000"),
-        ((1024, 8192), {}, "8192 tokens < dense_below 16384"),
-        ((512, 20000), {}, "512 rows < 1024"),
+        (0, (512, 8192), {}, "flexmask: no attention layers found in this model; STOCK runs it. Settings: defaults."),
+        (3, (1024, 32768), {"dense_below": 10**6}, "2 layers (the largest call: 32768 tokens < dense_below 1000000)"),
+        (3, (512, 20000), {}, "2 layers (the largest call: 512 rows < 1024)"),
     ],
 )
-def test_nothing_is_compiled_if_the_largest_call_is_dense(largest, options, reason, caplog):
+def test_nothing_is_compiled_without_layers_or_if_the_largest_call_is_dense(num_layers, largest, options, told, caplog):
     caplog.set_level("INFO")
-    assert started(largest, **options).sparse_layers == []
-    assert f"2 layers (the largest call: {reason})" in caplog.text and len(caplog.messages) == 1
+    assert started(largest, num_layers, **options).sparse_layers == []
+    assert told in caplog.text and len(caplog.messages) == 1

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from flexmask.dense_policy import DensePolicy
 from flexmask.integrations.serving.chunk import SparseRequest
-from flexmask.integrations.serving.layers import LayerShape, role_of_shape
 from flexmask.integrations.serving.options import MIN_ROWS, RequestOptions, read_options
 from flexmask.integrations.serving.split import StepRequests, StockSpan, split_step
 from flexmask.integrations.serving.startup import roles_line
+from tests.serving.layers import layer_of
 
 
 def test_sparse_requests_have_their_prompt_s_length():
@@ -49,8 +49,7 @@ def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
 def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, min_rows):
     options = read_options(given, "options", "here", ("",), "")
     assert options.policy.min_rows == min_rows
-    role = role_of_shape(LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2), 0, options.settings)
-    assert f"in chunks of at least {min_rows} rows," in roles_line([role], options, "stock")
+    assert f"in chunks of at least {min_rows} rows," in roles_line([layer_of()], options, "stock")
 
 
 @given(

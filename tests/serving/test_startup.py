@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters as dynamo_counters
 
-from flexmask.integrations.serving.layers import LayerShape, SparseLayer, role_of_shape
 from flexmask.integrations.serving.startup import (
     call_of_size,
     grouped_sizes,
@@ -14,19 +13,10 @@ from flexmask.integrations.serving.startup import (
     warm_sizes,
     warm_up,
 )
-from flexmask.settings import PrefillSettings
+from tests.serving.layers import CPU, SPARSE, layer_of
 
-SHAPE = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
-OPTIONS = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, "last_rows_dense": False}
 # masks of all heads do not fit from some hundred tokens on
 FEW_HEADS = {"block_size": 32, "max_mask_bytes": 400_000}
-CPU = torch.device("cpu")
-
-
-def layer_of(**options):
-    found = role_of_shape(SHAPE, 0, PrefillSettings(**options))
-    assert isinstance(found, SparseLayer)
-    return found
 
 
 def test_sizes_of_the_warm_up():
@@ -60,7 +50,7 @@ def test_every_number_of_heads_that_goes_together_is_warmed_up_twice(largest):
 @pytest.mark.attention
 @pytest.mark.slow
 def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
-    layer, largest = layer_of(**{**OPTIONS, **FEW_HEADS}), (1024, 1024)
+    layer, largest = layer_of(**{**SPARSE, **FEW_HEADS}), (1024, 1024)
     with torch.inference_mode():
         warm_up([layer], largest, CPU, torch.float32, True)
         for size in grouped_sizes(layer, largest, CPU):
@@ -76,7 +66,7 @@ def test_calls_whose_heads_go_in_groups_compile_nothing_after_the_warm_up():
 @pytest.mark.attention
 def test_the_largest_call_needs_its_keys_twice_and_more():
     device, size = torch.device("cuda"), (512, 4096)
-    layer = layer_of(**OPTIONS)
+    layer = layer_of(**SPARSE)
     with torch.inference_mode():
         warm_up([layer], size, device, torch.bfloat16, True)
         before = torch.cuda.memory_allocated(device)

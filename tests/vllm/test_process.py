@@ -28,18 +28,23 @@ def place(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "parallel", "message"),
+    ("options", "server", "message"),
     [
         ({"dense_layers": [7]}, {}, "dense_layers must hold layer indices below 3"),
         ({}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size must be 1 with flexmask"),
         ({}, {"prefill_context_parallel_size": 4}, "prefill_context_parallel_size must be 1 .* got 4"),
         ({}, {"enable_sleep_mode": True}, "--enable-sleep-mode must be off with flexmask, which has not been tested with it"),
         ({}, {"use_ubatching": True}, "--enable-dbo .* must be off with flexmask"),
+        ({}, {"original_max_model_len": -1}, "--max-model-len must be a number with flexmask"),
+        ({}, {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND must be off with flexmask"),
+        ({}, {"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT must be off with flexmask"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(options, parallel, message):
+def test_what_cannot_be_served_is_refused_by_name(options, server, message, monkeypatch):
+    for name, value in server.items():
+        monkeypatch.setenv(name, str(value))
     with pytest.raises(ValueError, match=message):
-        VLLMEngine(config_of(options, **parallel))
+        VLLMEngine(config_of(options, **server))
 
 
 def test_one_engine_for_a_configuration():
