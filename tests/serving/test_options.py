@@ -161,7 +161,6 @@ def test_prefixes_have_one_key_for_each_pair_of_options_and_the_client_s_key():
     assert (prefix_key(None, None), prefix_key("mine", None)) == (None, "mine")
     # engines know no difference
     assert prefix_key("", options[1]) == prefix_key(None, options[1])
-    assert requested({"flexmask_gamma": 1}) == RequestOptions(gamma=1.0)
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,6 @@ def _of_adapter(seed):
 
 def adapter(folder, seed):
     """The folder of a LoRA adapter of the retriever."""
-    import json
-
     from safetensors.torch import save_file
 
     path = folder / str(seed)

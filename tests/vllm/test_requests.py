@@ -56,7 +56,6 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
         from vllm.v1.worker import gpu_model_runner as runners
     config = config_of(use_v2_model_runner=is_v2)
     engine = engine_module.engine_of(config)
-    runner = SimpleNamespace(vllm_config=config)
 
     def prepare(self, scheduler_output, *rest):
         alive = dict.fromkeys(scheduler_output.order)
@@ -70,10 +69,13 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     for _ in range(2):  # one per group of layers
         follow_requests(config)
 
-    def step(new, order):
+    def step(new, order, config=config):
+        """The options in the step's order that the engine has afterwards."""
         made = [SimpleNamespace(req_id=each, sampling_params=read(config, given).sampling_params) for each, given in new.items()]
-        getattr(runners.GPUModelRunner, name)(runner, SimpleNamespace(scheduled_new_reqs=made, order=order))
-        return engine.options_in_step
+        runner, output = SimpleNamespace(vllm_config=config), SimpleNamespace(scheduled_new_reqs=made, order=order)
+        getattr(runners.GPUModelRunner, name)(runner, output)
+        found = engine_module.existing_engine(config)
+        return None if found is None else found.options_in_step
 
     half, dense = RequestOptions(gamma=0.5), RequestOptions(dense=True)
     assert step({"a": {"flexmask_gamma": 0.5}, "b": None, "c": {"flexmask_dense": 1}}, "bac") == [None, half, dense]
@@ -83,17 +85,12 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     assert step({"a": None}, "ac") == [None, dense]
     assert step({"c": None, "d": {"flexmask_dense": 1}}, "cd") == [None, dense]
     # an engine without our backend
-    other = SimpleNamespace(vllm_config=config_of(use_v2_model_runner=is_v2))
-    getattr(runners.GPUModelRunner, name)(other, SimpleNamespace(scheduled_new_reqs=[], order="x"))
+    assert step({}, "x", config_of(use_v2_model_runner=is_v2)) is None
     assert engine.options_in_step == [None, dense]
     # and one with it: each has its own requests
     second = config_of(use_v2_model_runner=is_v2)
     another = engine_module.engine_of(second)
-    asked = [SimpleNamespace(req_id="y", sampling_params=read(second, {"flexmask_gamma": 0.5}).sampling_params)]
-    getattr(runners.GPUModelRunner, name)(
-        SimpleNamespace(vllm_config=second), SimpleNamespace(scheduled_new_reqs=asked, order="y")
-    )
-    assert (another.options_in_step, step({}, "d")) == ([half], [dense])
+    assert (step({"y": {"flexmask_gamma": 0.5}}, "y", second), step({}, "d")) == ([half], [dense])
     # vLLM's own requests are not counted
     role, split = object.__new__(engine_module.SparseLayer), StepSplit((), (), 0, 7)
     engine.roles = {"layer": role}
