@@ -15,6 +15,7 @@ import vllm
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as Stock
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Latent
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from flexmask.integrations.vllm import backends
@@ -22,6 +23,8 @@ from flexmask.integrations.vllm.registration import register
 from flexmask.integrations.vllm.versions import interface_faults
 from tests.vllm.cpu_plugin import flexmask_vllm_cpu
 
+CPU = "v1.attention.backends.cpu_attn.CPUAttention"
+LAYERS = "model_executor.layers.attention"
 NAMES = [f"Sparse{kind}Attention" for kind in ("Flash", "Triton", "CPU", "TritonLatent", "CPULatent")]
 
 
@@ -120,42 +123,45 @@ def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, tol
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "fault"),
+    ("stock", "name", "other", "fault"),
     [
-        ("v1.attention.backends.cpu_attn.CPUAttentionBackendImpl.__init__", lambda self, num_heads: 0, "must have alibi_slopes"),
         (
-            "v1.attention.backends.cpu_attn.CPUAttentionBackend.forward_includes_kv_cache_update",
-            True,
-            "must be in the cache before",
+            Stock,
+            f"{CPU}MetadataBuilder.build",
+            lambda self, other: None,
+            "builder.build must take common_prefix_len",
         ),
-        ("v1.kv_cache_interface.compute_layer_kv_cache_shape_bytes", lambda *_: (2, 3), "(3, 2, 16, 128); got (2, 3)"),
-        ("v1.worker.ubatch_utils.UBatchSlice", None, "UBatchSlice must take request_slice, token_slice; got none"),
+        (Stock, f"{CPU}BackendImpl.__init__", lambda self, num_heads: None, "implementation must have scale"),
+        (Stock, f"{CPU}BackendImpl.__init__", lambda self, num_heads: None, "implementation's arguments must have alibi_slopes"),
+        (Stock, f"{CPU}Backend.forward_includes_kv_cache_update", True, "keys and values must be in the cache before"),
         (
-            "model_executor.layers.attention.attention.set_default_quant_scales",
+            Stock,
+            "v1.kv_cache_interface.compute_layer_kv_cache_shape_bytes",
+            lambda *_: (2, 3),
+            "(3, 2, 16, 128); got (2, 3)",
+        ),
+        (Stock, "v1.worker.ubatch_utils.split_attn_metadata", None, "split_attn_metadata must take ubatch_slices"),
+        (
+            Stock,
+            f"{LAYERS}.attention.set_default_quant_scales",
             lambda layer: layer._k_scale,
-            "an attention layer must have _q_scale, _v_scale",
+            "must have _q_scale, _v_scale",
         ),
+        (
+            Latent,
+            f"{LAYERS}.mla_attention.MLAAttention.forward_impl",
+            lambda self, q: None,
+            "must take q, k_c_normed",
+        ),
+        (Latent, "v1.attention.backends.mla.prefill.base.MLAPrefillBackend.clone", None, "PrefillBackend must have clone"),
+        (Latent, f"{LAYERS}.mla_attention.MLACommonImpl.__init__", lambda self, num_heads: None, "kv_b_proj, kv_lora_rank"),
     ],
 )
-def test_interfaces_that_are_others_are_named(name, other, fault, monkeypatch):
-    assert interface_faults(Stock) == []
-    monkeypatch.setattr(f"vllm.{name}", other)
-    assert any(fault in each for each in interface_faults(Stock))
-
-
-def test_interfaces_of_latent_attention(monkeypatch):
-    from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend as Latent
-
-    # its own arguments come as keywords, which it passes on
-    assert interface_faults(Latent) == []
-
-    class OtherImpl(Latent.get_impl_cls()):
-        def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype):
-            """Without those of latent attention."""
-
-        def forward_mha(self, q, kv_c_normed, k_pe, kv_cache):
-            """With fewer arguments."""
-
-    monkeypatch.setattr(Latent, "get_impl_cls", lambda: OtherImpl)
-    first, second = interface_faults(Latent)
-    assert "forward_mha must take q" in first and "kv_b_proj, kv_lora_rank" in second
+def test_interfaces_that_are_others_are_named(stock, name, other, fault, monkeypatch):
+    """Of latent attention some arguments come as keywords, which it passes on."""
+    assert interface_faults(stock) == []
+    if other is None:
+        monkeypatch.delattr(f"vllm.{name}")
+    else:
+        monkeypatch.setattr(f"vllm.{name}", other)
+    assert any(fault in each for each in interface_faults(stock))
