@@ -71,6 +71,11 @@ class Has:
         ("Has.absent", ("layer",), "Has.absent must take layer; got none"),
         ("Has", {"field", "other", "set", "function"}, None),
         ("Has", {"two", "set", "one"}, "Has must have one, two"),
+        # by a path
+        ("logging.Logger.warning", ("msg",), None),
+        ("logging.Logger", {"warning", "one"}, "logging.Logger must have one"),
+        ("no_engine.Absent.function", ("layer",), "no_engine.Absent.function must take layer; got none"),
+        ("logging.Absent", {"one"}, "logging.Absent must have one"),
         ("a set", {"one"}, None),
         ("a set", {"one", "three"}, "a set must have three"),
     ],
