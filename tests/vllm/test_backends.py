@@ -125,34 +125,14 @@ def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, tol
 @pytest.mark.parametrize(
     ("stock", "name", "other", "fault"),
     [
-        (
-            Stock,
-            f"{CPU}MetadataBuilder.build",
-            lambda self, other: None,
-            "builder.build must take common_prefix_len",
-        ),
+        (Stock, f"{CPU}MetadataBuilder.build", lambda self, other: None, "builder.build must take common_prefix_len"),
         (Stock, f"{CPU}BackendImpl.__init__", lambda self, num_heads: None, "implementation must have scale"),
         (Stock, f"{CPU}BackendImpl.__init__", lambda self, num_heads: None, "implementation's arguments must have alibi_slopes"),
         (Stock, f"{CPU}Backend.forward_includes_kv_cache_update", True, "keys and values must be in the cache before"),
-        (
-            Stock,
-            "v1.kv_cache_interface.compute_layer_kv_cache_shape_bytes",
-            lambda *_: (2, 3),
-            "(3, 2, 16, 128); got (2, 3)",
-        ),
+        (Stock, "v1.kv_cache_interface.compute_layer_kv_cache_shape_bytes", lambda *_: (2, 3), "(3, 2, 16, 128); got (2, 3)"),
         (Stock, "v1.worker.ubatch_utils.split_attn_metadata", None, "split_attn_metadata must take ubatch_slices"),
-        (
-            Stock,
-            f"{LAYERS}.attention.set_default_quant_scales",
-            lambda layer: layer._k_scale,
-            "must have _q_scale, _v_scale",
-        ),
-        (
-            Latent,
-            f"{LAYERS}.mla_attention.MLAAttention.forward_impl",
-            lambda self, q: None,
-            "must take q, k_c_normed",
-        ),
+        (Stock, f"{LAYERS}.attention.set_default_quant_scales", lambda layer: layer._k_scale, "must have _q_scale, _v_scale"),
+        (Latent, f"{LAYERS}.mla_attention.MLAAttention.forward_impl", lambda self, q: None, "must take q, k_c_normed"),
         (Latent, "v1.attention.backends.mla.prefill.base.MLAPrefillBackend.clone", None, "PrefillBackend must have clone"),
         (Latent, f"{LAYERS}.mla_attention.MLACommonImpl.__init__", lambda self, num_heads: None, "kv_b_proj, kv_lora_rank"),
     ],
