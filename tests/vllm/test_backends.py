@@ -133,6 +133,7 @@ def test_other_releases_are_refused_or_warned_of_in_the_log(version, served, tol
         (Stock, "v1.worker.ubatch_utils.split_attn_metadata", None, "split_attn_metadata must take ubatch_slices"),
         (Stock, f"{LAYERS}.attention.set_default_quant_scales", lambda layer: layer._k_scale, "must have _q_scale, _v_scale"),
         (Latent, f"{LAYERS}.mla_attention.MLAAttention.forward_impl", lambda self, q: None, "must take q, k_c_normed"),
+        (Latent, f"{LAYERS}.mla_attention.MLACommonImpl.forward_mha", lambda self, q: None, "must take q, kv_c_normed"),
         (Latent, "v1.attention.backends.mla.prefill.base.MLAPrefillBackend.clone", None, "PrefillBackend must have clone"),
         (Latent, f"{LAYERS}.mla_attention.MLACommonImpl.__init__", lambda self, num_heads: None, "kv_b_proj, kv_lora_rank"),
     ],
