@@ -76,10 +76,12 @@ class Engine:
             requests = requests._replace(seq_lens=None)
         return split_step(requests, policy or self.options.policy)
 
-    def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
-        """Count the tokens of a step, as split or all as dense, once per step: in the first sparse layer."""
+    def count_step(self, role: SparseLayer, split: StepSplit, reason: str | None = None) -> None:
+        """Count a step once, in the first sparse layer: as split, or for a `reason`, which is logged once, all as dense."""
+        if reason is not None:
+            self.counters.warn_once(reason)
         if role is next((other for other in self.roles.values() if isinstance(other, SparseLayer)), None):
-            sparse = split.sparse_tokens if is_sparse else 0
+            sparse = split.sparse_tokens if reason is None else 0
             self.counters.add_step(sparse, split.sparse_tokens + split.dense_tokens - sparse)
 
     def attend(

@@ -86,12 +86,9 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         reason = None if step is None else call_reason(step, k, v, forward_batch, options)
-        if reason is not None:
-            engine.counters.warn_once(reason)
-            step = None
         if engine.split_to_count is not None:
-            engine.count_step(role, engine.split_to_count, is_sparse=step is not None)
-        if step is None:
+            engine.count_step(role, engine.split_to_count, reason)
+        if step is None or reason is not None:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         query = q.reshape(-1, role.num_heads, role.head_dim)
         key, value = (rows.reshape(-1, role.num_kv_heads, role.head_dim) for rows in (k, v))

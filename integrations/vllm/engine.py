@@ -78,9 +78,9 @@ class VLLMEngine(Engine):
         self.options_in_step = [self._options_by_id.get(name) for name in order]
         self._in_warm_up = bool(order) and all(name.startswith(_WARM_UP) for name in order)
 
-    def count_step(self, role: SparseLayer, split: StepSplit, is_sparse: bool) -> None:
+    def count_step(self, role: SparseLayer, split: StepSplit, reason: str | None = None) -> None:
         if not self._in_warm_up:
-            super().count_step(role, split, is_sparse)
+            super().count_step(role, split, reason)
 
     def role_of(self, name: str, layer: Any) -> Role:
         """The role of one of vLLM's layers."""

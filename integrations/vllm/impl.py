@@ -41,12 +41,10 @@ class PluginLayer:
         role = self.role
         if step is None or not isinstance(role, SparseLayer):
             return None
-        fits = scale == role.scale
-        if not fits:
-            # kernels are compiled for the scale at construction; vLLM's Transformers backend sets another in every forward
-            self.engine.counters.warn_once(f"a layer made with scale {role.scale:g} has scale {scale:g}")
-        self.engine.count_step(role, step.split, fits)
-        return (role, step) if fits and step.sparse else None
+        # kernels are compiled for the scale at construction; vLLM's Transformers backend sets another in every forward
+        reason = None if scale == role.scale else f"a layer made with scale {role.scale:g} has scale {scale:g}"
+        self.engine.count_step(role, step.split, reason)
+        return (role, step) if reason is None and step.sparse else None
 
 
 class PluginMixin(StockBase):  # type: ignore[misc]

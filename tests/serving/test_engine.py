@@ -37,7 +37,7 @@ class Plain(Engine):
         split = self.split(StepRequests(starts, [len(key) for key, _ in after], options=requested))
         outputs = [rows_attention(each[1], *both, SHAPE.scale) for each, both in zip(chunks, after, strict=True)]
         role = self.roles[0]
-        self.count_step(role, split, is_sparse=True)
+        self.count_step(role, split)
         for request in split.sparse:
             _, query, *own = chunks[request.batch_index]
             cached = (None if x is None else x.transpose(0, 1) for x in before[request.batch_index])
@@ -103,7 +103,7 @@ def test_the_first_sparse_layer_counts_for_all():
     ours = Plain(num_layers=3, dense_below=0, dense_layers=[0])
     split = ours.split(StepRequests([0, 300], [300]))
     for role in ours.sparse_layers:
-        ours.count_step(role, split, is_sparse=True)
+        ours.count_step(role, split)
     assert (ours.counters.sparse_steps, ours.counters.sparse_tokens) == (1, 300)
 
 

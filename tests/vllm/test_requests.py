@@ -96,7 +96,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     engine.roles = {"layer": role}
     for order, counted in ((["_warmup_0_", "_v2_mixed_warmup_decode_"], 0), (["d", "_warmup_1_"], 7), (["d"], 14)):
         step({}, order)
-        engine.count_step(role, split, is_sparse=True)
+        engine.count_step(role, split)
         assert engine.counters.dense_tokens == counted
     # an engine is gone with those who hold it, whether it ever started or not
     gone = weakref.ref(another)
