@@ -7,6 +7,7 @@ import logging
 import pkgutil
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 # the newest two minor releases of each engine, older first; docs/serving-measurements.md lists what ran on which
@@ -73,13 +74,13 @@ def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, .
 
 
 def _thing(name: str, found: Mapping[str, Any]) -> Any:
-    """The entry of `found`, or what has this path; None if nothing has."""
+    """The entry of `found`, or what has this path; an object without names if nothing has."""
     if name in found:
         return found[name]
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):
-        return None
+        return SimpleNamespace()
 
 
 def names_of(thing: Any) -> set[str]:
