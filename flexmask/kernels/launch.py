@@ -33,11 +33,12 @@ class Compiled(NamedTuple):
     run: Callable[..., None]
     function: Any
     metadata: Any
+    constants: tuple[Any, ...]
 
-    def launch(self, grid: tuple[int, ...], stream: Any, passed: Sequence[Any]) -> None:
-        """Launch with addresses for tensors, then the constants."""
+    def launch(self, grid: tuple[int, ...], stream: Any, arguments: Sequence[Any]) -> None:
+        """Launch with addresses for tensors."""
         x, y, z = (*grid, 1, 1)[:3]
-        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *passed)
+        self.run(x, y, z, stream, self.function, self.metadata, None, None, None, *arguments, *self.constants)
 
 
 class Launch(NamedTuple):
@@ -65,10 +66,7 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.jit = triton.jit(function, do_not_specialize=list(DO_NOT_SPECIALIZE))
         self.launched_directly = _COMPILED_TAKE_ALL and isinstance(self.jit, JITFunction)
-        if self.launched_directly:
-            self._names = tuple(parameter.name for parameter in self.jit.params)
-            self._constant = tuple(parameter.is_constexpr for parameter in self.jit.params)
-            self._specialized = tuple(not parameter.do_not_specialize for parameter in self.jit.params)
+        self._parameters = self.jit.params if self.launched_directly else []
         self._positions: tuple[list[int], ...] | None = None
         self._compiled: dict[Hashable, Compiled] = {}
 
@@ -106,28 +104,27 @@ class Kernel:
             values,
         )
         compiled = self._compiled.get(key)
-        rest = len(self._names) - len(passed)
         if compiled is None:
-            if tuple(constants)[:rest] != self._names[len(passed) :]:
-                raise TypeError(f"{self.jit.__name__} takes its constants in the order {self._names[len(passed) :]}")
+            by_name = tuple(parameter.name for parameter in self._parameters[len(passed) :])
+            if tuple(constants)[: len(by_name)] != by_name:
+                raise TypeError(f"{self.jit.__name__} takes its constants in the order {by_name}")
             kernel = self.jit[grid](*arguments, **constants)
-            self._compiled[key] = compiled = Compiled(kernel.run, kernel.function, kernel.packed_metadata)
-            return compiled
-        compiled.launch(grid, driver.active.get_current_stream(device), (*passed, *values[:rest]))
+            compiled = Compiled(kernel.run, kernel.function, kernel.packed_metadata, values[: len(by_name)])
+            self._compiled[key] = compiled
+        else:
+            compiled.launch(grid, driver.active.get_current_stream(device), passed)
         return compiled
-
-    def constants_of(self, launch: Launch) -> tuple[Any, ...]:
-        """Values that the compiled kernel takes after the arguments."""
-        return tuple(launch.constants.values())[: len(self._names) - len(launch.arguments)]
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
         """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
-        integers = [i for i, x in enumerate(arguments) if isinstance(x, int) and not self._constant[i]]
-        specialized = [i for i in integers if self._specialized[i]]
-        numbers = [i for i in integers if not self._specialized[i]]
-        constant = [i for i, _ in enumerate(arguments) if self._constant[i]]
-        tensors = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-        self._positions = tensors, specialized, numbers, constant
+        tensors, specialized, numbers, constant = self._positions = [], [], [], []
+        for i, (parameter, x) in enumerate(zip(self._parameters, arguments, strict=False)):
+            if parameter.is_constexpr:
+                constant.append(i)
+            elif isinstance(x, Tensor):
+                tensors.append(i)
+            elif isinstance(x, int):
+                (numbers if parameter.do_not_specialize else specialized).append(i)
         return self._positions
 
 

@@ -99,7 +99,7 @@ class _Capture(TorchDispatchMode):
                 arguments[position] = None
         passed = None
         if launch.compiled is not None:
-            passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments] + [*launch.kernel.constants_of(launch)]
+            passed = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
         self.launches.append(_CapturedLaunch(launch._replace(arguments=tuple(arguments)), tuple(tensors), passed))
 
     def index_of(self, x: Tensor) -> int | None:
