@@ -26,9 +26,7 @@ def from_block_map(
     attention_mask: Tensor | None = None,
     q_offset: int | None = None,
 ) -> BlockMask:
-    """The BlockMask of a map that other code selected, under causality, a window and padding.
-
-    The checks read values on the host.
+    """The BlockMask of a map that other code selected, under causality, a window and padding. Reads values on the host.
 
     Parameters
     ----------
@@ -51,9 +49,8 @@ def from_block_map(
     Raises
     ------
     TypeError, ValueError
-        For tensors of other types, without values (meta, fake), and shapes that do not fit; for a kept block that no row sees,
-        such as one of later positions; for a query block that keeps blocks but not its diagonal.
-        A query block that keeps nothing is allowed: another kernel may compute that head.
+        For tensors of other types, without values (meta, fake), and shapes that do not fit; for a kept block that no row sees;
+        for a query block that keeps blocks but not its diagonal. One that keeps none is allowed: another kernel may compute it.
 
     Examples
     --------
@@ -63,8 +60,7 @@ def from_block_map(
     44.44444444444444
     """
     # a BlockMask takes only ints, not NumPy's integers
-    numbers = (q_len, kv_len, block_size, window, q_offset)
-    q_len, kv_len, block_size, window, q_offset = map(plain_number, numbers)
+    q_len, kv_len, block_size, window, q_offset = map(plain_number, (q_len, kv_len, block_size, window, q_offset))
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
     _check_values("block_map", block_map, "bool or integers")
     blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
@@ -115,8 +111,12 @@ def from_index_list(
     Returns
     -------
     BlockMask
-        As from `from_block_map`, which also says what is refused; counts and key blocks outside of their range, and a block
-        listed twice, raise ValueError.
+        As from `from_block_map`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `from_block_map`; for counts and key blocks outside of their range, and for a block listed twice.
 
     Examples
     --------

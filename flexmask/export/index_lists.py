@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexmask._torch import KNOWS_LENGTHS
 from flexmask.base.checks import check_int
 from flexmask.base.selection import ascending_indices, kept_and_full
+from flexmask.base.visibility import num_blocks
 from flexmask.flex.block_mask import MaskParts, parts_of
 
 _DTYPES = (torch.bool, torch.uint8, torch.int32)
@@ -17,7 +18,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int32)
 def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
     """The blocks that a mask keeps, as a dense map. Reads no value on the host.
 
-    The kernel must apply causality inside the block that cuts the diagonal, and windows and padding inside those that they cut.
+    The kernel must apply causality, windows and padding inside the blocks that they cut.
 
     Parameters
     ----------
@@ -29,9 +30,8 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
     Returns
     -------
     Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks), contiguous, on the mask's device; batch and num_heads are the mask's own,
-        1 where all share a row. Query block i holds the rows ``i * block_size`` up to ``(i + 1) * block_size - 1`` of the chunk,
-        key block j the keys of the same numbers.
+        (batch, num_heads, num_q_blocks, num_kv_blocks), contiguous; batch and num_heads are the mask's, 1 where all share a row.
+        Query block i begins at the chunk's row ``i * block_size``, key block j at key ``j * block_size``.
 
     Raises
     ------
@@ -55,9 +55,8 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
 def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     """The kept key blocks of every query block, partial and full ones in one list, as TensorRT-LLM's kernels read them.
 
-    The block that cuts the diagonal is the last of its row (the last two, where a chunk does not begin at a block); see
-    `to_block_map` for what the kernel must apply inside. Reads no value on the host, so lists have room for every block; cut them
-    at ``counts.max()`` if the kernel accepts short ones.
+    What the kernel must apply inside of blocks is that of `to_block_map`; the block that cuts the diagonal is the last of its row
+    (the last two, where a chunk does not begin at a block). Reads no value on the host, so lists have room for every block.
 
     Parameters
     ----------
@@ -69,9 +68,9 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     Returns
     -------
     indices : Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks) int32, ascending and without duplicates in the first `counts` entries.
+        (batch, num_heads, num_q_blocks, num_kv_blocks) int32, ascending in the first `counts` entries.
     counts : Tensor
-        (batch, num_heads, num_q_blocks) int32; 0 for rows that keep nothing.
+        (batch, num_heads, num_q_blocks) int32.
 
     Raises
     ------
@@ -108,12 +107,12 @@ def blocks_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
 def num_kv_blocks(mask: BlockMask, tile: int | None = None) -> int:
     """Number of key blocks, or tiles, that hold a key; index lists of other code may be shorter or longer."""
     size = mask.BLOCK_SIZE[1]
-    parts = parts_of(mask)
     if KNOWS_LENGTHS:
         kv_len = mask.seq_lengths[1]
     else:
+        parts = parts_of(mask)
         kv_len = mask.kv_indices.shape[-1] * size if parts is None else parts.lengths[1]
-    return -(-kv_len // (size if tile is None else tile))
+    return num_blocks(kv_len, size if tile is None else tile)
 
 
 def require_parts(mask: BlockMask, target: str) -> MaskParts:

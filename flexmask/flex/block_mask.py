@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, TypeVar
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from flexmask.base.inputs import AttentionInputs, HeadGroup, PositionedInputs
 from flexmask.base.selection import BlockLists, Selection
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def visible_mask_mod(inputs: PositionedInputs) -> MaskMod:
@@ -89,7 +88,7 @@ def captured_number(number: int, batch: int, device: torch.device) -> Tensor:
     return captured(torch.full((batch,), min(number, 2**31 - 1), dtype=torch.int32, device=device))
 
 
-def named(function: _Function, name: str) -> _Function:
+def named(function: MaskMod, name: str) -> MaskMod:
     """`function` with another ``__name__``; in a surrounding compilation only where torch traces that (2.8.0 does, 2.5.1 not)."""
     if RELEASE >= (2, 8) or not is_traced():
         function.__name__ = name
@@ -104,6 +103,10 @@ class MaskParts(NamedTuple):
     window: int | None
     attention_mask: Tensor | None
     offset: Tensor | None
+
+    def mask(self) -> BlockMask:
+        inputs = inputs_of_mask(self.selection.lists.kv_indices, self.lengths, self.window, self.attention_mask, self.offset)
+        return block_mask(inputs, self.selection)
 
 
 def block_mask(inputs: PositionedInputs, selection: Selection) -> BlockMask:
@@ -150,24 +153,18 @@ class _MaskOrigin(NamedTuple):
         mask = self.mask_ref()  # None for ``flexprefill_mask(...).to(device)``
         if mask is not None and not self.is_still(mask):
             return BlockMask.to(mask, device)
-        return _rebuilt(*tree_map_only(Tensor, lambda tensor: tensor.to(device), tuple(self.parts)))
+        moved: MaskParts = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.parts)
+        return moved.mask()
 
     def pickled(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         """Parts from which pickle and deepcopy rebuild the mask, whose mask_mod is a closure."""
         mask = self.mask_ref()
         assert mask is not None
         if self.is_still(mask):
-            return _rebuilt, tuple(self.parts)
+            return MaskParts.mask, (self.parts,)
         # changed since: as any BlockMask
         state = {name: value for name, value in vars(mask).items() if name not in ("__reduce_ex__", "to")}
         return copyreg.__newobj__, (BlockMask,), state  # type: ignore[attr-defined]  # typeshed lacks it
-
-
-def _rebuilt(
-    selection: Selection, lengths: tuple[int, int], window: int | None, attention_mask: Tensor | None, offset: Tensor | None
-) -> BlockMask:
-    """`block_mask` from its parts."""
-    return block_mask(inputs_of_mask(selection.lists.kv_indices, lengths, window, attention_mask, offset), selection)
 
 
 def inputs_of_mask(
@@ -191,10 +188,7 @@ def block_mask_from_lists(
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=mask_mod, **keywords)
 
 
-GroupSelections = Sequence[tuple[HeadGroup, Selection]]
-
-
-def joined_mask(parts: GroupSelections, inputs: PositionedInputs) -> BlockMask:
+def joined_mask(parts: Sequence[tuple[HeadGroup, Selection]], inputs: PositionedInputs) -> BlockMask:
     """The mask of all heads of `inputs`, copied from the selections of the groups of heads."""
     heads = (inputs.query.shape[0], inputs.query.shape[1])
 

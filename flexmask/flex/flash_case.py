@@ -40,25 +40,13 @@ class FlashKind(NamedTuple):
         if not direct and query.shape[2] != inputs.key.shape[2]:
             has_window_or_offset = True
         has_softcap, has_padding = inputs.softcap is not None, inputs.attention_mask is not None
-        sizes = (query.shape[3], value.shape[3], block_size)
-        queries_per_kv = query.shape[1] // inputs.key.shape[1]
         features = (has_softcap, has_window_or_offset, has_padding, shared, inputs.needs_grad)
-        return FlashKind(query.dtype, *sizes, *features, queries_per_kv, direct)
+        queries_per_kv = query.shape[1] // inputs.key.shape[1]
+        return FlashKind(query.dtype, query.shape[3], value.shape[3], block_size, *features, queries_per_kv, direct)
 
     def __str__(self) -> str:
-        sizes = f"head_dim {self.head_dim}" if self.head_dim == self.v_head_dim else f"head_dim {self.head_dim}/{self.v_head_dim}"
-        named = {
-            "soft cap": self.has_softcap,
-            "window": self.has_window_or_offset and self.direct,
-            "window and offset": self.has_window_or_offset and not self.direct,
-            "padding": self.has_padding,
-            "one list for all heads": self.shared,
-            "gradients": self.needs_grad,
-            "called directly": self.direct,
-        }
-        heads = f"{self.queries_per_kv} query head{'s' if self.queries_per_kv > 1 else ''} per KV head"
-        parts = [str(self.dtype).removeprefix("torch."), sizes, heads, f"blocks of {self.block_size}"]
-        return ", ".join(parts + [name for name, is_on in named.items() if is_on])
+        given = {name: value for name, value in self._asdict().items() if value != self._field_defaults.get(name)}
+        return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 _SOFTCAP = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -15,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from flexmask._torch import any_thread_exports, in_dispatch_mode, in_transform, is_traced
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.selection import BlockLists
+from flexmask.flex.block_mask import parts_of
 from flexmask.flex.flash import flash_attention
 from flexmask.flex.flash_case import FlashKind, exact_attention, flash_case, normal_numbers
 from flexmask.flex.run import run_flex_attention
@@ -31,7 +32,6 @@ _CAPPED_LSE_TOLERANCE = 1e-2
 LSE_FACTORS = (1.0, 1 / math.log(2))
 NO_LSE_GRADIENT = "FlexAttention does not differentiate its log-sum-exp"
 
-
 Kernel = Callable[[AttentionInputs, BlockMask, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -46,22 +46,12 @@ class Verdict(NamedTuple):
     lse_error: float | None = None  # the largest error of a right log-sum-exp, times `lse_factor`
 
 
-def _through_flex_attention(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    return run_flex_attention(inputs, mask, "flash", return_lse)
-
-
-def _directly(inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
-    lists = BlockLists(mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    return flash_attention(inputs, lists, mask.BLOCK_SIZE[0], return_lse)
-
-
 def check_flash(kind: FlashKind, device: torch.device, kernel: Kernel | None = None) -> Verdict:
     """Compare the kernel's output with float64 attention over the pairs of the mask.
 
     `kernel` replaces it in tests. An exception counts as a failed check.
     """
-    kernel = kernel or (_directly if kind.direct else _through_flex_attention)
+    kernel = kernel or functools.partial(_attend, kind)
     start = time.perf_counter()
     try:
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(kind.needs_grad):
@@ -71,6 +61,14 @@ def check_flash(kind: FlashKind, device: torch.device, kernel: Kernel | None = N
     except Exception as error:
         verdict = Verdict(reason=f"its check here raised {_in_words(error)}")
     return verdict._replace(seconds=time.perf_counter() - start)
+
+
+def _attend(kind: FlashKind, inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    if not kind.direct:
+        return run_flex_attention(inputs, mask, "flash", return_lse)
+    parts = parts_of(mask)
+    assert parts is not None
+    return flash_attention(inputs, parts.selection.lists, kind.block_size, return_lse)
 
 
 def _in_words(error: BaseException) -> str:

@@ -229,8 +229,8 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
 def test_a_check_is_logged_with_its_time(caplog, verdict, level, said):
     size = next(_sizes)
     call = FlashKind(torch.float16, size, 128, 64, True, True, True, True, True, 1)
-    words = f"float16, head_dim {size}/128, 1 query head per KV head, blocks of 64"
-    words += ", soft cap, window and offset, padding, one list for all heads, gradients"
+    words = f"dtype=torch.float16, head_dim={size}, v_head_dim=128, block_size=64, has_softcap=True, has_window_or_offset=True"
+    words += ", has_padding=True, shared=True, needs_grad=True, queries_per_kv=1"
     with caplog.at_level(logging.INFO, "flexmask"):
         flash_verdict(call, CPU, Mock(return_value=verdict))
     (record,) = caplog.records
