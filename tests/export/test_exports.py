@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from flexmask import flexprefill_mask
 from flexmask.block_masks import causal_mask
 from flexmask.export import to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
 from tests.comparisons import dense_map
@@ -104,28 +103,12 @@ def test_causality_of_a_bsr_row_is_that_of_its_last_block_where_row_0_begins_a_b
 
 
 def test_exports_need_no_default_device():
-    case = drawn((50, 129, 32))
-    exports = [
-        to_block_map,
-        to_index_list,
-        to_flash_attn,
-        partial(to_flashinfer, num_kv_heads=3),
-        partial(to_bsr, with_pairs=True),
-    ]
+    case, flashinfer, bsr = drawn((50, 129, 32)), partial(to_flashinfer, num_kv_heads=3), partial(to_bsr, with_pairs=True)
+    exports = (to_block_map, to_index_list, to_flash_attn, flashinfer, bsr)
     expected = [export(case.mask) for export in exports]
     with torch.device("meta"):
         found = [export(case.mask) for export in exports]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_methods_masks_are_exported():
-    query, key = 3 * torch.randn(1, 4, 100, 16), 3 * torch.randn(1, 2, 130, 16)
-    mask = flexprefill_mask(query, key, gamma=0.5, block_size=16, min_budget=0)
-    assert to_block_map(mask).sum() < to_block_map(causal_mask(query, key, block_size=16)).expand(1, 4, -1, -1).sum()
-    pairs = mask.mask_mod(*torch.meshgrid(*map(torch.arange, (1, 4, 100, 130)), indexing="ij"))
-    assert torch.equal(pairs_of_flashinfer(to_flashinfer(mask, 4), 100, 130), pairs[0])
-    lists = to_flash_attn(mask)
-    assert torch.equal(lists.mask_block_cnt, mask.kv_num_blocks) and torch.equal(lists.full_block_cnt, mask.full_kv_num_blocks)
 
 
 def test_maps_and_lists_read_no_value():

@@ -15,35 +15,34 @@ from flexmask.flex.flash_check import LSE_FACTORS, Verdict
 RIGHT = Verdict(lse_factor=LSE_FACTORS[1])
 WRONG = Verdict("its check here found block lists ignored: outputs off by 1.1 (0.02 is allowed)")
 NO_LSE = Verdict(lse_reason="its check here found the log-sum-exp off by 1.5 (0.001 is allowed)")
-CALL = {"block_size": 128, "return_lse": False, "is_dense": False, "shared": False}
 
 
 @pytest.fixture
 def chosen(monkeypatch):
     """The choice on a GPU of some capability, with flash-attn-4 installed and a verdict on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backend, "_HAS_FLASH", True)
 
-    def choose(name, capability=9, *, head_dim=128, v_head_dim=None, kv_len=256, dtype=torch.bfloat16, verdict=RIGHT, **given):
-        cuda = {"get_device_capability": lambda device=None: (capability, 0), "is_available": lambda: True}
-        for module, attribute, value in (*((torch.cuda, *each) for each in cuda.items()), (backend, "_HAS_FLASH", True)):
-            monkeypatch.setattr(module, attribute, value)
-        choose.asked = []
-        call = {name: given.pop(name, default) for name, default in CALL.items()}
-        direct = given.pop("direct", False)
+    def choose(
+        name, capability=9, *, head_dim=128, v_head_dim=None, kv_len=256, dtype=torch.bfloat16, verdict=RIGHT, block_size=128,
+        return_lse=False, is_dense=False, shared=False, direct=False, has_sinks=False, padded=False, **given,
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
         with FakeTensorMode():
             lengths_and_dims = ((256, head_dim), (kv_len, head_dim), (kv_len, v_head_dim or head_dim))
             tensors = [torch.empty(1, 2, *sizes, dtype=dtype, device="cuda") for sizes in lengths_and_dims]
-            if given.pop("has_sinks", False):
+            if has_sinks:
                 given["sinks"] = torch.empty(2, device="cuda")
-            if given.pop("padded", False):
+            if padded:
                 given["attention_mask"] = torch.empty(1, kv_len, dtype=torch.bool, device="cuda")
-        inputs = AttentionInputs(*tensors, 1.0, **given)
-        verdicts = verdict if callable(verdict) else lambda call: verdict
+        choose.asked = []
 
         def asked_verdict(kind, device):
             choose.asked.append(kind)
-            return verdicts(kind)
+            return verdict(kind) if callable(verdict) else verdict
 
-        return chosen_backend(name, inputs, *call.values(), asked_verdict, has_mask_mod=not direct)
+        inputs = AttentionInputs(*tensors, 1.0, **given)
+        return chosen_backend(name, inputs, block_size, return_lse, is_dense, shared, asked_verdict, has_mask_mod=not direct)
 
     return choose
 
@@ -83,10 +82,8 @@ DIRECT = {"plain": {}, "window": {"window": 100}, "chunk": {"kv_len": 300}, "bot
 
 @pytest.mark.parametrize("given", DIRECT.values(), ids=DIRECT)
 def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
-    directly, through = (
-        PLAIN._replace(has_window_or_offset="window" in given, direct=True),
-        PLAIN._replace(has_window_or_offset=bool(given)),
-    )
+    directly = PLAIN._replace(has_window_or_offset="window" in given, direct=True)
+    through = PLAIN._replace(has_window_or_offset=bool(given))
     right = Backend("flash", RIGHT.lse_factor)
     for name in ("auto", "flash"):
         assert chosen(name, **given, direct=True) == right._replace(direct=True)
@@ -103,17 +100,16 @@ def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
 
 
 LATENT, WIDE = {"head_dim": 192, "v_head_dim": 128}, {"head_dim": 256, "v_head_dim": 128}
-HIDDEN_BY_THE_KERNEL = [{"has_sinks": True}, LATENT, {"head_dim": 64}]
+HIDDEN_BY_THE_KERNEL = {"has_sinks": True}, LATENT, {"head_dim": 64}
 # also where the kernel's tile is smaller
-HIDDEN_BY_A_MASK_MOD = [
-    *({"softcap": 30.0}, {"padded": True}, {"offset": torch.zeros(1).int()}, {"needs_grad": True}),
-    *(WIDE, {**WIDE, "block_size": 64}, {**LATENT, "window": 3}, {"v_head_dim": 256}, {"block_size": 64}, {"block_size": 256}),
-]
+HIDDEN_BY_A_MASK_MOD = (
+    {"softcap": 30.0}, {"padded": True}, {"offset": torch.zeros(1).int()}, {"needs_grad": True}, WIDE, {**WIDE, "block_size": 64},
+    {**LATENT, "window": 3}, {"v_head_dim": 256}, {"block_size": 64}, {"block_size": 256},
+)  # fmt: skip
+BY_WHAT_HIDES = [(given, True) for given in HIDDEN_BY_THE_KERNEL] + [(given, False) for given in HIDDEN_BY_A_MASK_MOD]
 
 
-@pytest.mark.parametrize(
-    ("given", "direct"), [*((given, True) for given in HIDDEN_BY_THE_KERNEL), *((given, False) for given in HIDDEN_BY_A_MASK_MOD)]
-)
+@pytest.mark.parametrize(("given", "direct"), BY_WHAT_HIDES)
 def test_others_go_through_flex_attention(chosen, given, direct):
     assert chosen("flash", **given, direct=True) == Backend("flash", RIGHT.lse_factor, direct)
     assert [kind.direct for kind in chosen.asked] == [direct]

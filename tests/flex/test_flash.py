@@ -38,14 +38,8 @@ def test_the_check_finds_a_direct_call_right_or_wrong(package, changes):
     found = check_flash(kind, CPU)
     assert (found.reason, found.lse_reason, found.lse_factor) == ("", "", 1.0)
     assert package.call_args.kwargs["window_size_left"] == (93 if "has_window_or_offset" in changes else None)
-    for fault in (
-        "offset",
-        "lists",
-        "mask_block_cnt",
-        "full_block_cnt",
-        "no log-sum-exp",
-        *(["window"] if "has_window_or_offset" in changes else []),
-    ):
+    of_windows = ("window",) if "has_window_or_offset" in changes else ()
+    for fault in ("offset", "lists", "mask_block_cnt", "full_block_cnt", "no log-sum-exp", *of_windows):
         package.side_effect = partial(forward, fault=fault)
         assert "outputs off by" in check_flash(kind, CPU).reason, fault
     package.side_effect = partial(forward, fault="log-sum-exp")
@@ -161,28 +155,6 @@ def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeyp
     out = sparse_attention(query, key, value, method=itself_mask, block_size=16, dense_below=0)
     torch.testing.assert_close(out, value)
     assert asked == [False, True] and not package.called
-
-
-def test_a_plan_of_direct_calls_asks_again_inside_of_a_compilation(monkeypatch):
-    through = PLAIN._replace(direct=False)
-    known = {("cuda", 0, PLAIN): Verdict()}
-    monkeypatch.setattr(flash_check, "_VERDICTS", known)
-    monkeypatch.setattr(flash_check, "is_traced", lambda: True)
-    with pytest.raises(AssertionError):
-        flash_check.flash_verdict(PLAIN, torch.device("cuda", 0))
-    # the verdict of direct calls is not that of compiled ones
-    assert flash_check.flash_verdict(through, torch.device("cuda", 0)) is None
-    known["cuda", 0, through] = Verdict(lse_factor=2.0)
-    assert flash_check.flash_verdict(through, torch.device("cuda", 0)) == Verdict(lse_factor=2.0)
-
-
-def test_a_direct_kind_that_cannot_be_checked_now_is_no_warning(monkeypatch, caplog):
-    monkeypatch.setattr(flash_check, "_VERDICTS", {})
-    monkeypatch.setattr(flash_check, "in_dispatch_mode", lambda: True)
-    for kind, told in ((PLAIN, 0), (PLAIN._replace(direct=False, head_dim=48), 1)):
-        caplog.clear()
-        assert flash_check.flash_verdict(kind, CPU) is None
-        assert len(caplog.records) == told
 
 
 @pytest.mark.attention

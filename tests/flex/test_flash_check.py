@@ -187,7 +187,9 @@ def test_running_out_of_memory_is_passed_on_and_no_verdict(call):
 )
 def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
     with caplog.at_level(logging.WARNING, "flexmask"), state():
-        assert flash_verdict(call, CPU, refuses) is flash_verdict(call, CPU, refuses) is None
+        # a direct call may still run through FlexAttention, and is no warning
+        for kind in (call._replace(direct=True), call, call):
+            assert flash_verdict(kind, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
         f"flexmask: FLASH was not checked before such calls ({call}) were made where no check can run (in torch.compile, a "
         "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not support them: call "
@@ -203,8 +205,11 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
     "known", [None, Verdict(), Verdict(lse_factor=1 / 0.7, lse_reason="words of its own"), Verdict("it raised: no")]
 )
 def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
+    kind = call._replace(has_window_or_offset=True, queries_per_kv=1)
+    # which compiled calls are not
+    flash_verdict(kind._replace(direct=True), CPU, Mock(return_value=Verdict(lse_factor=3.0)))
     if known is not None:
-        flash_verdict(call._replace(has_window_or_offset=True, queries_per_kv=1), CPU, Mock(return_value=known))
+        flash_verdict(kind, CPU, Mock(return_value=known))
     expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
     x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
     # an offset if there are more keys than rows
