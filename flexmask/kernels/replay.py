@@ -28,8 +28,6 @@ class _TensorArgument(NamedTuple):
     position: int  # among the launch's arguments
     tensor: int  # index of the tensor: first those of the call, then the allocations
     distance: int  # bytes from the tensor's first entry
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class _CapturedLaunch(NamedTuple):
@@ -94,8 +92,7 @@ class _Capture(TorchDispatchMode):
         for position, x in enumerate(launch.arguments):
             index = self._indices.get(_storage(x)) if isinstance(x, Tensor) else None
             if index is not None:
-                distance = x.data_ptr() - self._starts[index]
-                tensors.append(_TensorArgument(position, index, distance, tuple(x.shape), x.stride()))
+                tensors.append(_TensorArgument(position, index, x.data_ptr() - self._starts[index]))
                 arguments[position] = None
         passed = None
         if launch.compiled is not None:
@@ -164,15 +161,15 @@ def _replay(captured: _Captured, call_tensors: list[Tensor]) -> BlockLists:
         allocate(first)
         if passed is not None and launch.compiled is not None:
             passed = passed.copy()
-            for position, index, distance, _, _ in tensor_arguments:
+            for position, index, distance in tensor_arguments:
                 passed[position] = tensors[index].data_ptr() + distance
             launch.compiled.launch(launch.grid, stream, passed)
         else:
             arguments = list(launch.arguments)
-            for position, index, distance, sizes, strides in tensor_arguments:
+            for position, index, distance in tensor_arguments:
                 whole = tensors[index]
-                start = whole.storage_offset() + distance // whole.element_size()
-                arguments[position] = torch.as_strided(whole, sizes, strides, start)
+                # a kernel reads the first entry's address
+                arguments[position] = whole.as_strided((1,), (1,), whole.storage_offset() + distance // whole.element_size())
             launch.kernel[launch.grid](*arguments, **launch.constants)
         for index in last:
             tensors[index] = None
