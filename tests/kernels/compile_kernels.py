@@ -87,17 +87,12 @@ def launched(problem: Problem) -> dict[str, Variant]:
     map_top_p_kernels.SMALL_MAP, map_top_p_kernels.MEDIUM_MAP = MAPS[problem.map_size]
     head_dim, block_size, dtype, rich, _, queries_per_kv, row_stride, q_len = problem
     kv_len = 2 * q_len if rich else q_len
-    query, key = (
-        torch.empty(2, 2 * queries_per_kv, q_len, head_dim, dtype=dtype),
-        torch.empty(2, 2, kv_len, head_dim, dtype=dtype),
-    )
+    sizes = ((2 * queries_per_kv, q_len), (2, kv_len))
+    query, key = (torch.empty(2, *each, head_dim, dtype=dtype) for each in sizes)
     scores = (0.1, 3.0, 500, torch.ones(2, kv_len, dtype=torch.bool)) if rich else (0.1,)
     most = 3 * block_size if rich else None
-    numbers = {
-        "gamma": torch.full((2 * queries_per_kv,), 0.5, dtype=torch.float64),
-        "tau": torch.tensor(0.5, dtype=torch.float64),
-    }
-    numbers["min_coverage"] = torch.tensor(0.5, dtype=torch.float64)
+    half = torch.tensor(0.5, dtype=torch.float64)
+    numbers = {"gamma": half.repeat(2 * queries_per_kv), "tau": half, "min_coverage": half}
     hybrid = {"method": "hybrid", "row_stride": row_stride, "max_budget": None}
     for rule in ({"query_aware": "flatten"}, {"query_aware": "per_query"}, hybrid):
         options: dict[str, Any] = {"block_size": block_size, "min_budget": block_size, "max_budget": most, **rule}

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
@@ -51,3 +53,16 @@ class Launches:
             return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
         return compiled
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A kernel as on a GPU, with `Launches` in the place of Triton's."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip("launches go through this Triton")
+    launches = Launches()
+    monkeypatch.setattr(launch.triton, "jit", lambda function, do_not_specialize: launches.function)
+    monkeypatch.setattr(launch.driver, "_active", SimpleNamespace(get_current_stream=lambda device: f"stream {device}"))
+    run = launch.kernel(add)
+    run.jit = launches
+    return run, launches

@@ -11,6 +11,7 @@ import triton
 
 from flexmask.kernels.launch import kernel
 from tests.kernels.launches import OnGPU, add
+from tests.kernels.launches import launched as launched
 
 
 def added(run, x, length, times, constant):

@@ -20,16 +20,25 @@ from flexmask.settings import PrefillSettings
 from tests.cases import Case, Config, by_kernels, structured_inputs
 from tests.comparisons import assert_equal_lists
 from tests.kernels.launches import OnGPU
+from tests.kernels.launches import launched as launched
 
 # that drop blocks of short prompts
 HYBRID = {"method": "hybrid", "block_size": 16, "gamma": 0.97, "min_budget": 16, "min_coverage": 0.0, "last_rows_dense": False}
 HEADS = (0.96, 0.98)
 
 
-def layers_of(config, scores, lengths, number=3, device="cpu"):
-    """Cases of one geometry: the query and key of some layers."""
+@pytest.fixture
+def replayed(monkeypatch):
+    """An entry for each selection that is replayed."""
+    found, right = [], replay._replay
+    monkeypatch.setattr(replay, "_replay", lambda *given: found.append(right(*given)) or found[-1])
+    return found
+
+
+def layers_of(config, scores, lengths, device="cpu"):
+    """Cases of one geometry: the query and key of three layers."""
     generator = torch.Generator().manual_seed(1)
-    made = (structured_inputs(generator, 1, 2, 1, *lengths, 16) for _ in range(number))
+    made = (structured_inputs(generator, 1, 2, 1, *lengths, 16) for _ in range(3))
     return [Case(query.to(device), key.to(device), config, scores) for query, key in made]
 
 
@@ -70,10 +79,8 @@ def assert_each_as(expected, layers):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
 @pytest.mark.parametrize(("options", "scores", "lengths"), CALLS)
-def test_every_layer_selects_as_by_itself(options, scores, lengths, monkeypatch):
-    layers, replayed = layers_of(Config(**options), scores, lengths), []
-    right = replay._replay
-    monkeypatch.setattr(replay, "_replay", lambda *given: replayed.append(1) or right(*given))
+def test_every_layer_selects_as_by_itself(options, scores, lengths, replayed):
+    layers = layers_of(Config(**options), scores, lengths)
     expected = list(map(by_itself, layers))
     with by_kernels():
         captured = assert_each_as(expected, layers)
@@ -92,7 +99,7 @@ def test_every_layer_selects_as_by_itself_on_a_gpu(options, scores, lengths, cud
 
 
 def test_what_layers_give_stays_and_what_they_had_goes():
-    layers = layers_of(Config(**HYBRID), {}, (40, 97), 3)
+    layers = layers_of(Config(**HYBRID), {}, (40, 97))
     expected = list(map(by_itself, layers))
     with by_kernels():
         _, selected = prepared_for(layers[0])
@@ -136,9 +143,8 @@ def test_compiled_launchers_get_each_layer_s_addresses(launched):
     assert between not in {x.data_ptr() for x in (query, key, constant, *lists)}
 
 
-def test_other_strides_and_addresses_select_as_usual(monkeypatch):
-    layers, ran = layers_of(Config(**HYBRID), {}, (40, 97), 3), []
-    monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1))
+def test_other_strides_and_addresses_select_as_usual(replayed):
+    layers = layers_of(Config(**HYBRID), {}, (40, 97))
     wider = torch.zeros(1, 2, 40, 24)
     wider[..., :16] = layers[1].query
     moved = torch.zeros(layers[2].key.numel() + 1)[1:].view_as(layers[2].key).copy_(layers[2].key)
@@ -150,22 +156,17 @@ def test_other_strides_and_addresses_select_as_usual(monkeypatch):
             selected(layers[0])
         for case, wanted in zip(others, expected, strict=True):
             assert_equal_lists(selected(case), wanted)
-    assert not ran
+    assert not replayed
 
 
-def at_most_two(lists, query):
-    lists.kv_num_blocks.clamp_(max=2)
+MORE = {
+    "changed": lambda lists, query: lists.kv_num_blocks.clamp_(max=2),
+    "copied": lambda lists, query: query.mT.contiguous(),
+    "reshaped": lambda lists, query: query.mT.flatten(),
+}
 
 
-def copied(lists, query):
-    query.mT.contiguous()
-
-
-def reshaped(lists, query):
-    query.mT.flatten()
-
-
-@pytest.mark.parametrize("more", [at_most_two, copied, reshaped])
+@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_method_that_does_more_than_launch_is_not_replayed(more, mode, monkeypatch):
     layers = layers_of(Config(**HYBRID), {}, (40, 97))
@@ -184,9 +185,8 @@ def test_a_method_that_does_more_than_launch_is_not_replayed(more, mode, monkeyp
     assert prepared.replay._captured is None
 
 
-def test_statistics_and_profilers_see_whole_selections(monkeypatch):
-    layers, ran = layers_of(Config(**HYBRID), {}, (40, 97)), []
-    monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1))
+def test_statistics_and_profilers_see_whole_selections(replayed, monkeypatch):
+    layers = layers_of(Config(**HYBRID), {}, (40, 97))
     with by_kernels():
         prepared, selected = prepared_for(layers[0])
         for _ in range(2):
@@ -195,18 +195,16 @@ def test_statistics_and_profilers_see_whole_selections(monkeypatch):
         assert "density" in select_blocks(prepared, inputs, statistics=("density",)).stats
         monkeypatch.setattr(replay, "is_watched", lambda: True)
         selected(layers[1])
-    assert prepared.replay._captured is not None and not ran
+    assert prepared.replay._captured is not None and not replayed
 
 
 @pytest.mark.attention
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, kernels run there")
-def test_layers_of_a_chunk_replay_the_launches_of_the_second(monkeypatch):
+def test_layers_of_a_chunk_replay_the_launches_of_the_second(replayed):
     shape = LayerShape(num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, scale=0.2)
     options = {**HYBRID, "block_size": 32, "min_budget": 32}
     layer = role_of_shape(shape, 0, PrefillSettings(**options))
-    request, ran = SparseRequest(0, 0, 70, 165), []
-    right = replay._replay
-    monkeypatch.setattr(replay, "_replay", lambda *given: ran.append(1) or right(*given))
+    request = SparseRequest(0, 0, 70, 165)
     kept, generator = [], torch.Generator().manual_seed(1)
     for number in range(4):
         query, key = structured_inputs(generator, 1, 4, 2, 70, 165, 32)
@@ -216,6 +214,6 @@ def test_layers_of_a_chunk_replay_the_launches_of_the_second(monkeypatch):
             with by_kernels():
                 ours = attend_chunk(layer, *given, request=request, with_counts=True)
         assert torch.equal(ours.out, alone.out) and all(map(torch.equal, ours.counts, alone.counts))
-        assert len(ran) == max(0, number - 1)
+        assert len(replayed) == max(0, number - 1)
         kept.append(int(sum(map(torch.sum, ours.counts))))
     assert len(set(kept)) == 4
