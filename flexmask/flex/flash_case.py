@@ -49,9 +49,6 @@ class FlashKind(NamedTuple):
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
 
-_SOFTCAP = 5.0
-
-
 def flash_case(kind: FlashKind, device: torch.device) -> tuple[PositionedInputs, BlockMask, Tensor, Tensor]:
     """Inputs of a kind of call with eight blocks of keys and a part of one, and their mask.
 
@@ -76,7 +73,7 @@ def flash_case(kind: FlashKind, device: torch.device) -> tuple[PositionedInputs,
     value = normal_numbers((batch, kv_heads, kv_len, kind.v_head_dim), 2, dtype, device)
     for tensor in (query, key, value):
         tensor.requires_grad_(with_gradients)
-    scale, softcap = kind.head_dim**-0.5, _SOFTCAP if kind.has_softcap else None
+    scale, softcap = kind.head_dim**-0.5, 5.0 if kind.has_softcap else None
     inputs = AttentionInputs(query, key, value, scale, softcap, window, padding_mask, needs_grad=with_gradients).with_offset()
 
     tokens = inputs.tokens()

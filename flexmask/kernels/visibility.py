@@ -49,7 +49,6 @@ def kernel_geometry(inputs: PositionedInputs, block_size: int) -> KernelGeometry
         for shape in ((batch, 6, q_blocks), (batch, 5, kv_blocks), (2, batch, 1 + block_size), (batch,))
     )
     counted = mask is not None or inputs.window is not None
-    mask = None if mask is None else mask.contiguous()
     max_blocks = max(q_blocks, kv_blocks)
     padded_size = next_power_of_2(block_size)
     _edges_kernel[(cdiv(max_blocks, _BLOCKS) + 1, batch)](

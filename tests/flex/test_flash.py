@@ -129,32 +129,29 @@ def users_mask(query, key, *, block_size, **where):
     return create_block_mask(only_itself, None, None, length, length, device="cpu", BLOCK_SIZE=block_size)
 
 
+def chosen_mask(problem):
+    keep = problem.visible.expand(1, 2, -1, -1)
+    return Choice(block_lists(keep, torch.zeros_like(problem.visibility.full)), None, {}, only_itself)
+
+
+# a user's mask is one list for all heads, for which the backend is chosen again
 @pytest.mark.attention
-def test_a_users_mask_goes_through_flex_attention(asked, package):
+@pytest.mark.parametrize(
+    ("method", "expected"), [(users_mask, [True, True]), (chosen_mask, [False, True])], ids=["user", "method"]
+)
+def test_a_mask_mod_of_its_own_is_not_dropped(asked, package, monkeypatch, method, expected):
+    """Each row sees itself alone."""
+    monkeypatch.setattr(method_module, "METHODS", dict(method_module.METHODS))
+    monkeypatch.setattr(mask_function, "METHODS", method_module.METHODS)
     query, key, value = torch.randn(3, 1, 2, 40, 16)
     sparse_attention(query, key, value, **OPTIONS)
     assert asked == [False] and package.call_count == 1
     asked.clear()
-    # one list for all heads, for which the backend is chosen again; each row sees itself alone
-    out = sparse_attention(query, key, value, method=users_mask, block_size=16, dense_below=0)
+    if method is chosen_mask:
+        method = mask_function.method(method)
+    out = sparse_attention(query, key, value, method=method, block_size=16, dense_below=0)
     torch.testing.assert_close(out, value)
-    assert asked == [True, True] and package.call_count == 1
-
-
-@pytest.mark.attention
-def test_a_mask_mod_that_a_method_chooses_is_not_dropped(asked, package, monkeypatch):
-    monkeypatch.setattr(method_module, "METHODS", dict(method_module.METHODS))
-    monkeypatch.setattr(mask_function, "METHODS", method_module.METHODS)
-
-    @mask_function.method
-    def itself_mask(problem):
-        keep = problem.visible.expand(1, 2, -1, -1)
-        return Choice(block_lists(keep, torch.zeros_like(problem.visibility.full)), None, {}, only_itself)
-
-    query, key, value = torch.randn(3, 1, 2, 40, 16)
-    out = sparse_attention(query, key, value, method=itself_mask, block_size=16, dense_below=0)
-    torch.testing.assert_close(out, value)
-    assert asked == [False, True] and not package.called
+    assert asked == expected and package.call_count == 1
 
 
 @pytest.mark.attention
