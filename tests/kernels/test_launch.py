@@ -57,7 +57,7 @@ def test_what_runs_was_compiled_for_what_triton_specializes_on(launched, by_plac
     tensors = [memory, memory[1:], memory[2:], memory[4:], memory.to(torch.int32), elsewhere]
     numbers = (0, 1, 2, 15, 16, 17, 48, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**40, 2**62 + 1)
     calls = [(x, out, length, times, stride) for x in tensors for out in (memory, memory[3:], tensors[4])
-             for length in (1, 2**31) for times in numbers for stride in numbers]  # fmt: skip
+             for length in (1, 7, 2**31) for times in numbers for stride in numbers]  # fmt: skip
     if by_place:
         calls = calls[::97]
     kinds = set()
