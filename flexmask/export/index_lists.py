@@ -18,7 +18,7 @@ _DTYPES = (torch.bool, torch.uint8, torch.int32)
 def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
     """The blocks that a mask keeps, as a dense map. Reads no value on the host.
 
-    The kernel must apply causality, windows and padding inside the blocks that they cut.
+    The kernel must apply causality inside the block that cuts the diagonal, and windows and padding inside those that they cut.
 
     Parameters
     ----------
@@ -30,8 +30,9 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
     Returns
     -------
     Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks), contiguous; batch and num_heads are the mask's, 1 where all share a row.
-        Query block i begins at the chunk's row ``i * block_size``, key block j at key ``j * block_size``.
+        (batch, num_heads, num_q_blocks, num_kv_blocks), contiguous, on the mask's device; batch and num_heads are the mask's own,
+        1 where all share a row. Query block i holds the rows ``i * block_size`` up to ``(i + 1) * block_size - 1`` of the chunk,
+        key block j the keys of the same numbers.
 
     Raises
     ------
@@ -55,8 +56,9 @@ def to_block_map(mask: BlockMask, *, dtype: torch.dtype = torch.bool) -> Tensor:
 def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     """The kept key blocks of every query block, partial and full ones in one list, as TensorRT-LLM's kernels read them.
 
-    What the kernel must apply inside of blocks is that of `to_block_map`; the block that cuts the diagonal is the last of its row
-    (the last two, where a chunk does not begin at a block). Reads no value on the host, so lists have room for every block.
+    The block that cuts the diagonal is the last of its row (the last two, where a chunk does not begin at a block); see
+    `to_block_map` for what the kernel must apply inside. Reads no value on the host, so lists have room for every block; cut them
+    at ``counts.max()`` if the kernel accepts short ones.
 
     Parameters
     ----------
@@ -68,9 +70,9 @@ def to_index_list(mask: BlockMask, *, fill: int = -1) -> tuple[Tensor, Tensor]:
     Returns
     -------
     indices : Tensor
-        (batch, num_heads, num_q_blocks, num_kv_blocks) int32, ascending in the first `counts` entries.
+        (batch, num_heads, num_q_blocks, num_kv_blocks) int32, ascending and without duplicates in the first `counts` entries.
     counts : Tensor
-        (batch, num_heads, num_q_blocks) int32.
+        (batch, num_heads, num_q_blocks) int32; 0 for rows that keep nothing.
 
     Raises
     ------

@@ -25,7 +25,9 @@ class BsrBlocks(NamedTuple):
 
 
 def to_bsr(mask: BlockMask, *, head: int = 0, batch_index: int = 0, with_pairs: bool = False) -> BsrBlocks:
-    """One head's blocks as BSR, whose number of entries is read on the host. FlashInfer reads one matrix for all heads.
+    """One head's blocks as BSR. The number of entries is a shape, so this reads it on the host.
+
+    FlashInfer reads one matrix for all heads: pass a mask of one head (of a method that shares its blocks), or plan per head.
 
     Parameters
     ----------
@@ -34,13 +36,13 @@ def to_bsr(mask: BlockMask, *, head: int = 0, batch_index: int = 0, with_pairs: 
     head, batch_index
         Which head and which prompt of the batch; 0 where all share.
     with_pairs
-        Add the pairs that are seen inside each block. 16 KB per block of 128.
+        Add the pairs that are seen inside each block, by the mask_mod: causality, windows and padding. 16 KB per block of 128.
 
     Returns
     -------
     BsrBlocks
-        FlashInfer's ``causal=True`` is right inside the block that cuts the diagonal, the last of its row, if row 0 is at a
-        multiple of the block size, as in whole prompts.
+        On the mask's device. FlashInfer's ``causal=True`` is right inside the block that cuts the diagonal, the last of its row,
+        if row 0 is at a multiple of the block size, as in whole prompts.
 
     Raises
     ------
@@ -91,14 +93,15 @@ class FlashBlocks(NamedTuple):
 
 
 def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks:
-    """Lists for flash-attn-4: ``BlockSparseTensorsTorch(**to_flash_attn(mask)._asdict())``. Reads no value on the host.
+    """Lists for flash-attn-4: ``BlockSparseTensorsTorch(**to_flash_attn(mask)._asdict())``.
 
     ``_flash_attn_fwd(.., mask_mod=.., block_sparse_tensors=..)`` computes full blocks whole, and calls its mask_mod inside the
-    others, which the diagonal, a window or padding cut. That CuTe function is yours to write; it sees the rows of the chunk, not
-    their positions.
+    others: the blocks that cut the diagonal, a window or padding, in ``mask_block_idx``. That mask_mod, a CuTe function, is yours
+    to write; it sees the rows of the chunk, not their positions. Reads no value on the host.
 
-    ``block_size[0]`` must be a multiple of the kernel's query tile, ``block_size[1]`` its key tile. On Hopper both are 128 for
-    head_dim 64 and 128. Above, pass ``tile_mn`` to the kernel, such as ``(128, 64)`` for head_dim 256, and its keys as `kv_tile`.
+    The kernel's tiles must fit: ``block_size[0]`` is a multiple of its query tile, ``block_size[1]`` is its key tile. On Hopper
+    both are 128 for head_dim 64 and 128. Above, pass ``tile_mn`` to the kernel and its key tile as `kv_tile`, such as
+    ``(128, 64)`` for head_dim 256.
 
     Parameters
     ----------
@@ -110,7 +113,8 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
     Returns
     -------
     FlashBlocks
-        int32, indices ascending, entries past the count 0. batch and num_heads are the mask's.
+        int32 on the mask's device, indices ascending, entries past the count 0. batch and num_heads are the mask's; heads are
+        query heads.
 
     Raises
     ------
@@ -155,7 +159,9 @@ def to_flashinfer(
 
     ``causal=True`` lets row t of r rows see all but the last ``r - 1 - t`` of the keys that its block keeps. That is causality
     inside the diagonal block iff these end with the block's own positions. So columns end where query blocks end: a chunk that
-    does not begin at a key block cuts key blocks in two. Reads the chunk's offset and the diagonals on the host.
+    does not begin at a key block cuts key blocks in two, and a query block keeps the parts that some of its rows see.
+
+    FlashInfer keeps one pattern for all query heads of a KV head, and one prompt. Reads the chunk's offset and the diagonals.
 
     Parameters
     ----------
@@ -172,13 +178,13 @@ def to_flashinfer(
     Returns
     -------
     FlashInferBlocks
-        On the mask's device. Rows and columns ascend.
+        On the mask's device. Rows and columns ascend; a column that ends a key block early is followed by the rest of it.
 
     Raises
     ------
     NotImplementedError, TypeError, ValueError
-        For windows, padding and own mask_mods, which the kernel would ignore; for masks that flexmask did not make; for a row of
-        blocks that keeps other blocks but not its diagonal.
+        For windows, padding and own mask_mods, which the kernel would ignore, and for masks that flexmask did not make; for other
+        arguments than those above; for a row of blocks that keeps other blocks but not its diagonal.
 
     Examples
     --------

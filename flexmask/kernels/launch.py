@@ -117,7 +117,8 @@ class Kernel:
 
     def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
         """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
-        tensors, specialized, numbers, constant = self._positions = [], [], [], []
+        positions: tuple[list[int], ...] = ([], [], [], [])
+        tensors, specialized, numbers, constant = positions
         for i, (parameter, x) in enumerate(zip(self._parameters, arguments, strict=False)):
             if parameter.is_constexpr:
                 constant.append(i)
@@ -125,7 +126,8 @@ class Kernel:
                 tensors.append(i)
             elif isinstance(x, int):
                 (numbers if parameter.do_not_specialize else specialized).append(i)
-        return self._positions
+        self._positions = positions  # whole, for other threads
+        return positions
 
 
 kernel = Kernel  # as a decorator
