@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
-from flexmask.base.selection import listed_blocks
+from flexmask.base.selection import Selection, block_lists, listed_blocks
 from flexmask.export import from_block_map, from_index_list, to_block_map, to_bsr, to_flash_attn, to_flashinfer, to_index_list
+from flexmask.flex.block_mask import block_mask, inputs_of_mask
 from tests.comparisons import dense_map
 from tests.compile_support import assert_same_lists
 from tests.expected import by_block
@@ -86,6 +87,7 @@ def test_wrong_maps_are_refused(block_map, changes, error, words):
         ([[0, 0], [0, 0], [1, 2]], [1, 1, 2], "lacks the diagonal"),
         ([[0, 0], [0, 1], [1, 2]], [1, 3, 2], "has a count outside 0 to 2 for query block"),
         ([[0, 0], [0, 1], [1, 2]], [-1, 2, 2], "has a count outside 0 to 2 for query block"),
+        ([[0, 0], [0, 1], [1, 2]], [1, 2], r"got \(1, 1, 3, 2\) and \(1, 1, 2\)"),
         ([[0, 0], [0, 1], [1, 2]], [True] * 3, r"counts must be a tensor of integers; got torch\.bool"),
     ],
 )
@@ -155,6 +157,17 @@ def test_a_fill_that_is_no_int32_is_refused(fill, error):
 def test_what_a_kernel_cannot_express_is_refused(geometry, export, options, error, words):
     with pytest.raises(error, match=words):
         export(drawn((129, 129, 32), **geometry).mask, **options)
+
+
+def test_blocks_that_are_not_square_or_lack_a_diagonal_are_refused():
+    mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, 128, 128, device="cpu", BLOCK_SIZE=(32, 64))
+    with pytest.raises(ValueError, match=r"mask must have square blocks; got \(32, 64\)"):
+        to_bsr(mask)
+    keep = with_entry(1, 1, 0).bool()
+    selection = Selection(block_lists(keep, torch.zeros(1, 3, 3).bool()), keep, {}, 32)
+    mask = block_mask(inputs_of_mask(keep, (96, 96), None, None, None), selection)
+    with pytest.raises(ValueError, match="block 1 of head 0 does not"):
+        to_flashinfer(mask, 1)
 
 
 @pytest.mark.parametrize(("export", "options"), [(to_flashinfer, {"num_kv_heads": 3}), (to_bsr, {"with_pairs": True})])
