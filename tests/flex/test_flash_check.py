@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flexmask.base.inputs import AttentionInputs, attention_inputs
+from flexmask.flex import flash_check
 from flexmask.flex.flash_case import FlashKind
 from flexmask.flex.flash_check import Verdict, check_flash, flash_verdict
 from tests.compile_support import fresh_compiler as fresh_compiler
@@ -204,7 +205,7 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
 @pytest.mark.parametrize(
     "known", [None, Verdict(), Verdict(lse_factor=1 / 0.7, lse_reason="words of its own"), Verdict("it raised: no")]
 )
-def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
+def test_no_check_runs_while_torch_compile_traces(call, known, dynamic, monkeypatch):
     kind = call._replace(has_window_or_offset=True, queries_per_kv=1)
     # which compiled calls are not
     flash_verdict(kind._replace(direct=True), CPU, Mock(return_value=Verdict(lse_factor=3.0)))
@@ -215,12 +216,14 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic):
     # an offset if there are more keys than rows
     key, value = torch.zeros(1, 2, 7, call.head_dim), torch.zeros(1, 2, 7, 64)
 
-    @torch.compile(fullgraph=True, backend="eager", dynamic=dynamic)
-    def traced(x):
+    def answer(x):
         found = flash_verdict(FlashKind.of(AttentionInputs(x, key, value, 1.0), 128, False), CPU, refuses)
         return x + (-1 if found is None else -2 if found.reason else found.lse_factor + (10 if found.lse_reason else 0))
 
+    traced = torch.compile(answer, fullgraph=True, backend="eager", dynamic=dynamic)
     torch.testing.assert_close(traced(x), torch.full_like(x, expected))
+    monkeypatch.setattr(flash_check, "is_traced", lambda: True)
+    torch.testing.assert_close(answer(x), traced(x))
 
 
 @pytest.mark.parametrize(
