@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 # 200 layers of 128 heads with a pair of numbers each are 77 thousand values in 6 levels
@@ -28,7 +28,8 @@ def keywords_of(saved: Any) -> dict[str, Any]:
     if not isinstance(keywords.get("method", ""), str):
         raise TypeError(f"method must be a string; got {type(keywords['method']).__name__}")
     if isinstance(keywords.get("layers"), dict):
-        keywords["layers"] = _by_layer(keywords["layers"])
+        by_layer = ((_layer_index(str(key)), options) for key, options in keywords["layers"].items())
+        keywords["layers"] = each_once(by_layer, "layers must have each layer once")
     return keywords
 
 
@@ -42,11 +43,7 @@ def each_once(pairs: Iterable[tuple[Any, Any]], rule: str = "an object must have
     return found
 
 
-def _by_layer(layers: Mapping[Any, Any]) -> dict[int, Any]:
-    return each_once(((_index(str(key)), options) for key, options in layers.items()), "layers must have each layer once")
-
-
-def _index(key: str) -> int:
+def _layer_index(key: str) -> int:
     if not re.fullmatch("[0-9]{1,9}", key):
         raise ValueError(f"layers must have layer indices as keys; got {key!r}")
     return int(key)

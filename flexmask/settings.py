@@ -18,7 +18,6 @@ from flexmask.attention import RECOMMENDED
 from flexmask.base.checks import check_int, plain_number, plain_numbers
 from flexmask.call_options import DEFAULT_MASK_BYTES, CallOptions, checked_call_options
 from flexmask.json_settings import json_data, keywords_of
-from flexmask.layer_heads import heads_by_layer
 from flexmask.method import Method, UnknownOption, method_of
 
 CONFIG_KEY = "flexmask_config"
@@ -137,11 +136,10 @@ class PrefillSettings:
         heads = heads_by_layer(config, module_heads)
         if heads is None:
             return
-        num_layers = len(heads)
         for name, indices in (("layers", self.layers), ("dense_layers", self.dense_layers)):
-            beyond = [index for index in indices if index >= num_layers]
-            if beyond:
-                raise ValueError(f"{name} must hold layer indices below {num_layers}, the model's layers; got {beyond[0]}")
+            for index in indices:
+                if index >= len(heads):
+                    raise ValueError(f"{name} must hold layer indices below {len(heads)}, the model's layers; got {index}")
         for layer, num_heads in enumerate(heads):
             if num_heads is not None and layer not in self.dense_layers:
                 fitted_to_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
@@ -195,6 +193,22 @@ class PrefillSettings:
 _PARAMETERS = inspect.signature(PrefillSettings).parameters.values()
 _DEFAULTS = {parameter.name: parameter.default for parameter in _PARAMETERS if parameter.kind is not parameter.VAR_KEYWORD}
 FIELDS = tuple(_DEFAULTS)  # the keywords of PrefillSettings that are no options of a method
+
+
+def heads_by_layer(config: Any, module_heads: Mapping[int, int]) -> tuple[int | None, ...] | None:
+    """Number of query heads of each layer, None where it is unknown; None if the config has no number of layers.
+
+    `module_heads` has the heads of a model's modules by layer. They override the config's, from which some models differ.
+    """
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(num_layers, int):
+        return None
+    # a config whose layers differ in a value refuses to be asked for it; its layers' configs answer
+    layer_configs = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config] * num_layers
+    heads = getattr(config, "num_attention_heads_per_layer", None)
+    heads = heads or [getattr(layer_config, "num_attention_heads", None) for layer_config in layer_configs]
+    heads = [each[layer] if isinstance(each, (list, tuple)) else each for layer, each in enumerate(heads)]
+    return tuple(module_heads.get(layer, heads[layer]) for layer in range(num_layers))
 
 
 def _config_with_settings(data: Any) -> dict[str, Any] | None:

@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 
 from flexmask.integrations.huggingface.compat import heads_of_layers, text_config, unwrapped
 from flexmask.integrations.huggingface.scope import entry_of
-from flexmask.layer_heads import heads_by_layer
 from flexmask.settings import (
     CONFIG_KEY,
     PrefillSettings,
     SettingsOverride,
     apply_override,
     default_settings,
+    heads_by_layer,
     named_settings,
     saved_settings,
 )
