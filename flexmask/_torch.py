@@ -111,13 +111,9 @@ def records_operators() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_included("PreDispatch") or torch._C._get_tracing_state() is not None
 
 
-def without_function_modes() -> contextlib.AbstractContextManager[None]:
-    """Take this thread's torch function modes off their stack for a while: dynamo would trace them, and may not be able to."""
-    return _off_the_stack() if torch._C._len_torch_function_stack() else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def _off_the_stack() -> Iterator[None]:
+def without_function_modes() -> Iterator[None]:
+    """Take this thread's torch function modes off their stack for a while: dynamo would trace them, and may not be able to."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield

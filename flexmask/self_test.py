@@ -36,12 +36,12 @@ class SelfTest(NamedTuple):
     method: str
     backend: str
     dtype: str
-    density: float | None  # kept share of the visible blocks
-    difference: float | None  # the largest from dense attention under the expanded mask
-    unmasked_difference: float | None  # the largest from dense attention without the mask: large if blocks were dropped
-    other_blocks: float | None  # share of the visible blocks in which the mask differs from that of PyTorch's steps on a CPU
-    tolerance: float
-    seconds: float
+    density: float | None = None  # kept share of the visible blocks
+    difference: float | None = None  # the largest from dense attention under the expanded mask
+    unmasked_difference: float | None = None  # the largest from dense attention without the mask: large if blocks were dropped
+    other_blocks: float | None = None  # share of the visible blocks that the mask of PyTorch's steps on a CPU has otherwise
+    tolerance: float = 0.0
+    seconds: float = 0.0
     error: str = ""
 
     @property
@@ -67,14 +67,12 @@ def self_test(device: torch.device | str) -> Iterator[SelfTest]:
     for backend, dtype in cases:
         for method in TESTED:
             start = time.perf_counter()
-            numbers: tuple[float | None, float | None, float | None, float | None] = (None, None, None, None)
-            error = ""
+            outcome = SelfTest(method, backend, str(dtype).removeprefix("torch."), tolerance=TOLERANCES[dtype])
             try:
-                numbers = _differences(device, backend, dtype, method)
+                outcome = outcome._replace(**_differences(device, backend, dtype, method))
             except Exception as raised:  # an error is a result too
-                error = _first_line(raised)
-            name = str(dtype).removeprefix("torch.")
-            yield SelfTest(method, backend, name, *numbers, TOLERANCES[dtype], time.perf_counter() - start, error)
+                outcome = outcome._replace(error=_first_line(raised))
+            yield outcome._replace(seconds=time.perf_counter() - start)
 
 
 class Timed(NamedTuple):
@@ -116,8 +114,8 @@ def _first_line(raised: Exception) -> str:
 
 
 @torch.no_grad()
-def _differences(device: torch.device, backend: str, dtype: torch.dtype, method: str) -> tuple[float, float, float, float]:
-    """Density, the largest difference from dense attention with and without the mask, and the share of other blocks."""
+def _differences(device: torch.device, backend: str, dtype: torch.dtype, method: str) -> dict[str, float]:
+    """The numbers of a `SelfTest`, by name."""
     query, key, value = (x.to(device, dtype) for x in _inputs())
     make_mask, gamma = TESTED[method]
     options: dict[str, Any] = {"gamma": gamma, "min_budget": 0, "block_size": _BLOCK_SIZE}
@@ -126,10 +124,11 @@ def _differences(device: torch.device, backend: str, dtype: torch.dtype, method:
     blocks, causal = mask.to_dense().bool().cpu(), torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).tril()
     pairs = blocks.repeat_interleave(_BLOCK_SIZE, 2).repeat_interleave(_BLOCK_SIZE, 3)[..., :_TOKENS, :_TOKENS] & causal
     inputs = AttentionInputs(query.cpu(), key.cpu(), value.cpu(), _HEAD_DIM**-0.5)
-    off = [float((out - exact_attention(inputs, shown)[0]).abs().max()) for shown in (pairs, causal)]
-    wanted = make_mask(query.cpu(), key.cpu(), **options).to_dense().bool()
+    difference, unmasked = (float((out - exact_attention(inputs, shown)[0]).abs().max()) for shown in (pairs, causal))
+    others = blocks != make_mask(query.cpu(), key.cpu(), **options).to_dense().bool()
     visible = int(torch.ones(blocks.shape[-2:]).tril().sum()) * blocks.shape[1]
-    return float(stats.density.mean()), off[0], off[1], float((blocks != wanted).sum()) / visible
+    numbers = {"density": float(stats.density.mean()), "difference": difference, "unmasked_difference": unmasked}
+    return {**numbers, "other_blocks": float(others.sum()) / visible}
 
 
 def _inputs(tokens: int = _TOKENS, heads: int = 4, kv_heads: int = 2, head_dim: int = _HEAD_DIM) -> tuple[Tensor, Tensor, Tensor]:

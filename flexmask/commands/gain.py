@@ -43,32 +43,34 @@ def gain(
 
 
 def conclusion(document: dict[str, Any]) -> str:
-    start = f"{document['tokens']:,} tokens: "
-    if document["ratio"] is None:
-        reason = max(document["reasons"], key=lambda reason: document["reasons"][reason], default="no layer runs sparse")
+    start, ratio = f"{document['tokens']:,} tokens: ", document["ratio"]
+    if ratio is None:
+        reason = max(document["reasons"], key=document["reasons"].get, default="no layer runs sparse")
         return f"{start}nothing to gain; {reason}"
     (least, most), where = document["ratios"], f"at density {document['density']:.0%}"
-    if least >= MIN_GAIN:
-        return f"{start}time to first token improves {document['ratio']:.2f}x {where}"
-    if most >= MIN_GAIN:
+    if most < MIN_GAIN:
+        return f"{start}nothing to gain; the first token comes less than 5% sooner {where}"
+    if least < MIN_GAIN:
         runs = f"{least:.2f}x to {most:.2f}x {where}, depending on the run"
         return f"{start}inconclusive; time to first token improves {runs}. Repeat it on a quiet machine"
-    return f"{start}nothing to gain; the first token comes less than 5% sooner {where}"
+    return f"{start}time to first token improves {ratio:.2f}x {where}"
 
 
-def _show(output: Output, document: dict[str, Any]) -> None:
-    error = document["error"]
-    output.line(f"{document['model']} ({document['type']}), {document['tokens']:,} tokens, {document['dtype']}")
-    output.line(f"torch {document['torch']}, on {document['device']}", "")
+def _show(output: Output, found: dict[str, Any]) -> None:
+    output.line(f"{found['model']} ({found['type']}), {found['tokens']:,} tokens, {found['dtype']}")
+    output.line(f"torch {found['torch']}, on {found['device']}", "")
+    error = found["error"]
     if error is not None:
-        ratios = "one run" if document["runs"] == 1 else " to ".join(f"{ratio:.2f}" for ratio in document["ratios"])
-        dense, sparse = (f"{document[f'{name}_seconds']:.3g} s" for name in ("dense", "sparse"))
-        rows = [[f"dense ({document['dense']})", "100%", dense, "", ""]]
-        rows += [[document["settings"]["method"], f"{document['density']:.1%}", sparse, f"{document['ratio']:.2f}x", ratios]]
+        ratios = "one run" if found["runs"] == 1 else " to ".join(f"{ratio:.2f}" for ratio in found["ratios"])
+        dense, sparse = (f"{found[name]:.3g} s" for name in ("dense_seconds", "sparse_seconds"))
+        rows = [
+            [f"dense ({found['dense']})", "100%", dense, "", ""],
+            [found["settings"]["method"], f"{found['density']:.1%}", sparse, f"{found['ratio']:.2f}x", ratios],
+        ]
         output.table(["attention", "density", "time to first token", "speed-up", "range over runs"], rows)
-        change = f"|Δ log p| {error['log_prob_change']:.3f}, loss {error['loss_dense']:.3f} -> {error['loss_sparse']:.3f}"
-        more = error["loss_sparse"] - error["loss_dense"]
-        output.line("", f"Error on this prompt, over {error['tokens']:,} tokens: {change} ({more:+.3f})")
-    if document["low_heads"]:
-        output.line(f"warning: {document['low_heads']}")
-    output.line("", document["conclusion"])
+        before, after = error["loss_dense"], error["loss_sparse"]
+        change = f"|Δ log p| {error['log_prob_change']:.3f}, loss {before:.3f} -> {after:.3f} ({after - before:+.3f})"
+        output.line("", f"Error on this prompt, over {error['tokens']:,} tokens: {change}")
+    if found["low_heads"]:
+        output.line(f"warning: {found['low_heads']}")
+    output.line("", found["conclusion"])

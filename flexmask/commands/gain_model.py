@@ -32,17 +32,18 @@ def measure_prompt(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, minutes: float, output: Output
 ) -> dict[str, Any]:
     """Measure density, error and times of one prompt, (1, length), in rounds that fit into `minutes`; refuse it if none fits."""
-    ids, length, layers = ids.to(model.device), ids.shape[1], len({layer.layer_idx for layer in _layers(model)})
+    ids, length, max_seconds = ids.to(model.device), ids.shape[1], 60 * minutes
     too_short = settings.call_options.policy.size_reason(length, length)
     if too_short:
         remark_if_short(output, settings, length)
-        measured = {"tokens": length, "layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
+        layers = len({layer.layer_idx for layer in _layers(model)})
+        measured = {"layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
     else:
-        rounds = rounds_that_fit(model, ids, settings, 60 * minutes, output)
+        rounds = rounds_that_fit(model, ids, settings, max_seconds, output)
         with output.progress(f"{2 * rounds} prefills, by layer") as advance, layer_progress(model, 2 * rounds, advance):
-            measured = _measured(model, ids, settings, rounds, 60 * minutes, output)
+            measured = _measured(model, ids, settings, rounds, max_seconds, output)
     about = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
-    about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation}
+    about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation, "tokens": length}
     return {**about, "settings": {"method": settings.method, **settings.to_dict()}, **measured}
 
 
@@ -73,7 +74,6 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure prefills in turns; times leave out the first round unless it is the only one. One prefill if all runs dense."""
     rounds: list[tuple[float, float]] = []  # seconds, sparse and dense
-    begin, num_prefills = time.perf_counter(), 2 * planned
     for number in range(planned):
         start = time.perf_counter()
         with sparse_prefill(model, settings=settings, collect_stats=number == 0) as run:
@@ -83,29 +83,26 @@ def _measured(
             summary = run.summary()
             layers = Counter("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
             reasons = Counter(reason for layer in summary.layers for reason in sorted(layer.reasons))
-            found = {"tokens": ids.shape[1], "layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
+            found = {"layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
             if not layers["sparse"]:
                 return found | _NOT_TIMED
-        output.remark(f"prefill {2 * number + 1} of {num_prefills}, sparse: {_duration(middle - start)}")
+        output.remark(f"prefill {2 * number + 1} of {2 * planned}, sparse: {_duration(middle - start)}")
         dense = log_probs(model, ids)
         end = time.perf_counter()
         rounds.append((middle - start, end - middle))
-        left = (planned - number - 1) * (end - begin) / (number + 1)
-        to_go = f"; about {_duration(left)} to go" if left else ""
-        output.remark(f"prefill {2 * number + 2} of {num_prefills}, dense: {_duration(end - middle)}{to_go}")
-        if (end - begin) * (number + 2) / (number + 1) > max_seconds:
+        seconds, left = sum(map(sum, rounds)), planned - len(rounds)
+        to_go = f"; about {_duration(left * seconds / len(rounds))} to go" if left else ""
+        output.remark(f"prefill {2 * number + 2} of {2 * planned}, dense: {_duration(end - middle)}{to_go}")
+        if left and seconds + seconds / len(rounds) > max_seconds:
+            output.remark(f"Slower than planned: the other {left} of {planned} rounds are left out.")
             break
     timed = rounds[1:] or rounds
-    if len(rounds) < planned:
-        output.remark(f"Slower than planned: the other {planned - len(rounds)} of {planned} rounds are left out.")
     ratios = sorted(dense_s / sparse_s for sparse_s, dense_s in timed)
-    seconds = {
-        name: median(times) for name, times in zip(("sparse_seconds", "dense_seconds"), zip(*timed, strict=True), strict=True)
-    }
-    times = {**seconds, "ratio": seconds["dense_seconds"] / seconds["sparse_seconds"], "ratios": [ratios[0], ratios[-1]]}
+    sparse_seconds, dense_seconds = (median(times) for times in zip(*timed, strict=True))
+    times = {"sparse_seconds": sparse_seconds, "dense_seconds": dense_seconds, "ratio": dense_seconds / sparse_seconds}
     losses = {"loss_dense": -float(dense.mean()), "loss_sparse": -float(sparse.mean())}
     error = {"tokens": len(dense), "log_prob_change": float((sparse - dense).abs().mean()), **losses}
-    return {**found, "density": summary.density, "runs": len(timed), **times, "error": error}
+    return {**found, **times, "density": summary.density, "runs": len(timed), "ratios": [ratios[0], ratios[-1]], "error": error}
 
 
 def _duration(seconds: float) -> str:
