@@ -111,10 +111,8 @@ FEW = {"name": "few", "method": "streaming_llm", "sink_blocks": 1, "window_block
 
 
 def a_row(answer, answers, index=0):
-    return {
-        **{"task": "records", "length": 512, "seed": 0, "index": index, "tokens": 515, "prompt": TEXT, "evidence": [(64, 80)]},
-        **{"answer": answer, "answers": answers, "new_tokens": len(answer)},
-    }
+    same = {"task": "records", "length": 512, "seed": 0, "tokens": 515, "prompt": TEXT, "evidence": [(64, 80)]}
+    return {**same, "index": index, "answer": answer, "answers": answers, "new_tokens": len(answer)}
 
 
 def dense_log_probs(answer):
@@ -163,20 +161,8 @@ def test_an_answer_is_exact_if_greedy_decoding_gives_it(tmp_path):
         assert (row["exact"], row["parts"]) == (exact, share) and row["score"] == share
 
 
-def test_a_method_of_a_file_is_a_setting(tmp_path):
-    (tmp_path / "mine.py").write_text("def mine(query, key, *, width=1, **call):\n    return width\n", encoding="utf-8")
-    made = evaluate.prefill_settings({"name": "mine", "method_file": f"{tmp_path}/mine.py:mine", "width": 3, "block_size": 64})
-    assert made.options == {"width": 3} and made.block_size == 64 and made.method(None, None) == 1
-    with pytest.raises(ValueError, match=r"must be FILE\.py:function; got mine\.py"):
-        evaluate.prefill_settings({"name": "mine", "method_file": "mine.py"})
-    (tmp_path / "twice.json").write_text('[{"name": "a"}, {"name": "a"}]', encoding="utf-8")
-    with pytest.raises(ValueError, match="must have different names; got a, a"):
-        evaluate.read_settings(tmp_path / "twice.json")
-
-
-def test_a_file_s_method_may_be_a_class(tmp_path):
-    (tmp_path / "sinks_of_file.py").write_text(
-        """from __future__ import annotations
+# as a class, which looks its module up
+OWN_METHOD = """from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from flexmask.mask_function import Method, mask_function
 
@@ -189,12 +175,20 @@ class SinksOfFile(Method):
         return problem.first_blocks(self.number)
 
 sinks_of_file = mask_function("sinks_of_file", SinksOfFile)
-""",
-        encoding="utf-8",
-    )
-    made = evaluate.prefill_settings({"name": "mine", "method_file": f"{tmp_path}/sinks_of_file.py:sinks_of_file", "number": 2})
-    assert made.options == {"number": 2} and made.layer_method().name == "sinks_of_file"
+"""
+
+
+def test_a_method_of_a_file_is_a_setting(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_METHOD, encoding="utf-8")
+    own = {"name": "own", "method_file": f"{tmp_path}/own.py:sinks_of_file", "number": 2, "block_size": 64}
+    made = evaluate.prefill_settings(own)
+    assert (made.options, made.block_size, made.layer_method().name) == ({"number": 2}, 64, "sinks_of_file")
     del METHODS["sinks_of_file"]
+    with pytest.raises(ValueError, match=r"must be FILE\.py:function; got own\.py"):
+        evaluate.prefill_settings({**own, "method_file": "own.py"})
+    (tmp_path / "twice.json").write_text('[{"name": "a"}, {"name": "a"}]', encoding="utf-8")
+    with pytest.raises(ValueError, match="must have different names; got a, a"):
+        evaluate.read_settings(tmp_path / "twice.json")
 
 
 def test_prompts_are_shared_out_by_shards(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-
 from bench.answers import ruler, table
 from bench.answers.__main__ import main
 
@@ -128,17 +127,9 @@ def test_speeds_by_gamma_are_of_the_texts_that_every_gamma_ran(tmp_path):
     from bench.report import gamma
     from bench.report.trained import NAME
 
-    def row(method, seconds, prompt=None, run="texts, YaRN 4, by gamma", chunk=None):
+    def row(method, seconds, prompt=None, run="texts, YaRN 4, by gamma"):
         same = {"model": NAME, "vllm": "0.33.0", "device": "NVIDIA H200", "prompt_tokens": 32768, "first_seconds": 9.0}
-        return {
-            **same,
-            "method": method,
-            "run": run,
-            "chunk": chunk,
-            "seconds": seconds,
-            "density": seconds / 10,
-            "prompt": prompt,
-        }
+        return {**same, "method": method, "run": run, "seconds": seconds, "density": seconds / 10, "prompt": prompt}
 
     rows = [
         row("stock", 8.0),

@@ -46,17 +46,12 @@ def test_a_greedy_answer_scores_the_parts_that_it_names(monkeypatch):
             return [SimpleNamespace(outputs=[SimpleNamespace(text="They are RED and blue.")]) for _ in prompts]
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given)))
-    tokenizer = lambda text, add_special_tokens: SimpleNamespace(input_ids=text.split())  # noqa: E731
-    prompts = [
-        {
-            "task": "colours",
-            "index": index,
-            "prompt": "a b c"[: 2 * index + 1],
-            "answers": ["red", "green"],
-            "new_tokens": 30 * index,
-        }
-        for index in range(3)
-    ]
+
+    def tokenizer(text, add_special_tokens):
+        return SimpleNamespace(input_ids=text.split())
+
+    same = {"task": "colours", "answers": ["red", "green"]}
+    prompts = [{**same, "index": i, "prompt": "a b c"[: 2 * i + 1], "new_tokens": 30 * i} for i in range(3)]
     rows = list(greedy.answers(Engine(), tokenizer, prompts, argparse.Namespace(at_once=2, new_tokens=40)))
     assert asked == [[(1, 0), (2, 30)], [(3, 40)]]
     assert [(row["index"], row["score"]) for row in rows] == [(0, 0.5), (1, 0.5), (2, 0.5)]

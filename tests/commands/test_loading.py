@@ -1,10 +1,11 @@
-"""Inputs of commands: weights that fit or not, texts byte by byte, prompts that a model can read, transformers' own words."""
+"""Inputs of commands: models, their weights, texts byte by byte, prompts that a model can read, transformers' own words."""
 
 import io
 import json
 import re
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -146,6 +147,21 @@ def test_a_tokenizer_larger_than_the_model_is_told(flexmask, folder, path, tmp_p
     assert flexmask("doctor", folder, "--skip-self-test", "--device", "cpu", "--json").json["model"]["tokenizer"] is None
 
 
+def test_a_broken_model_is_one_line(flexmask, path, prompt):
+    (path / "model.safetensors").write_bytes(b"nothing of the kind")
+    loading, error = flexmask(*GAIN, path, "--prompt", prompt, code=commands.PROBLEM).stderr.splitlines()
+    assert (loading, error.startswith(f"flexmask: cannot load {path}: ")) == (f"loading {path}", True)
+
+
+def test_a_mistyped_name_asks_the_hub_once(flexmask, prompt, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    metadata = Mock(side_effect=OSError("no such repository"))
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", metadata)
+    *_, said = flexmask("gain", "no-such-model-anywhere", "--prompt", prompt, code=commands.PROBLEM).stderr.splitlines()
+    assert said == "flexmask: cannot load no-such-model-anywhere: no folder here, and on the hub: no such repository"
+    assert metadata.call_count == 1 and metadata.call_args.kwargs["timeout"] <= 10
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -190,6 +206,13 @@ def test_options_go_over_those_saved_in_the_model(flexmask, path):
     # an option of the saved method
     assert flexmask(*words, "--option", "tau=0.1").json["ok"]
     assert flexmask(*words, "--method", "hybrid").json["ok"]
+
+
+def test_a_settings_file_holds_gammas_by_layer_and_head(flexmask, folder, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text('{"layers": {"0": {"gamma": [0.5, 0.9, 1, 1]}, "1": {"gamma": [1, 1, 1, 1]}}}')
+    report = flexmask("doctor", folder, "--skip-self-test", "--settings", path, "--device", "cpu", "--json").json
+    assert [each["outcome"] for each in report["layers"]] == ["sparse", "dense"]
 
 
 def test_a_placement_by_transformers_has_the_dtype_of_its_device(monkeypatch):

@@ -89,6 +89,7 @@ REFUSED = [
         (f"{command} --settings {{ninth}}", "'--settings': dense_layers must hold layer indices below 2")
         for command in ("gain {folder} --prompt {prompt}", INSPECT)
     ),
+    ("doctor nowhere/at/all", "'MODEL': no folder nowhere/at/all"),
     ("gain {empty} --prompt {prompt}", "is not a model: it has no config.json"),
     ("gain {folder} --prompt {empty}/none.txt", "none.txt: No such file"),
     ("gain {folder} --prompt {blank}", "'--prompt': {blank} is empty"),
