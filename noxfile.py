@@ -31,10 +31,7 @@ PINS = {
     if line and not line.startswith("#")
 }
 # the tests also need these, at the pinned versions
-NEEDS = {
-    "torch": ("hypothesis", "numpy", "pytest"),
-    "transformers": ("accelerate", "hypothesis", "numpy", "pytest", "torch"),
-}
+NEEDS = {"torch": ("hypothesis", "numpy", "pytest"), "transformers": ("accelerate", "hypothesis", "numpy", "pytest", "torch")}
 # Not about torch's version, or in need of more packages. Kernels are interpreted by triton, whose release is its own matter.
 NOT_ABOUT_TORCH = (
     "tests/integrations",

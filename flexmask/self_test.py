@@ -114,7 +114,7 @@ def _first_line(raised: Exception) -> str:
 
 
 @torch.no_grad()
-def _differences(device: torch.device, backend: str, dtype: torch.dtype, method: str) -> dict[str, float]:
+def _differences(device: torch.device, backend: str, dtype: torch.dtype, method: str) -> dict[str, Any]:
     """The numbers of a `SelfTest`, by name."""
     query, key, value = (x.to(device, dtype) for x in _inputs())
     make_mask, gamma = TESTED[method]

@@ -28,13 +28,13 @@ class CommandGroup(TyperGroup):
         except KeyboardInterrupt:
             print("flexmask: interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
+        except (typer.Exit, typer.Abort):  # which are RuntimeErrors
+            raise
         except CommandError as error:
             shown: Exception = error
             message, code = str(error), error.code
         # anything else is a bug, and shows its traceback
-        except (ImportError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, (typer.Exit, typer.Abort)):  # which are RuntimeErrors
-                raise
+        except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
             shown = error
             message, code = f"{type(error).__name__}: {error}", PROBLEM
         if ctx.params.get("traceback") or os.environ.get(_TRACEBACK, "") not in ("", "0"):

@@ -52,8 +52,7 @@ def doctor(
     kind = chosen_dtype(common.dtype, where)
     chosen = common.prefill_settings(for_model=model is not None)
     config = None if model is None else load_config(model)
-    unknown = None
-    installed = versions()
+    unknown, installed = None, versions()
     known = [*known_issues(where), *_transformers_issues(installed["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
         "device": device_name(where),
@@ -193,20 +192,19 @@ def _show_machine(output: Output, document: dict[str, Any]) -> None:
 
 def _show_layers(output: Output, model: dict[str, Any], forecasts: Sequence[LayerForecast]) -> None:
     output.line()
+    name = f"{model['path']} ({model['type']})"
     if model["refused"] is not None:
-        output.line(f"{model['path']} ({model['type']}) is refused: {model['refused']}")
+        output.line(f"{name} is refused: {model['refused']}")
     if model["unknown"] is not None:
         output.line(f"{model['unknown']}; run a short prompt under flexmask.sparse_prefill(model, dense_below=0) to see")
     if model["tokenizer"] is not None:
         output.line(f"warning: {model['tokenizer']}")
-    if not forecasts:
-        return
     rows = []
     # consecutive layers that differ in their number only
     for same, group in groupby(forecasts, key=lambda layer: layer._replace(layer=0)):
-        layers = [layer.layer for layer in group]
-        name = str(layers[0]) if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-        sizes = [same.heads, same.kv_heads, same.head_dim, same.window]
-        rows.append([name, same.outcome, *sizes, same.backend, same.reason])
+        first, *others = [layer.layer for layer in group]
+        layers = f"{first} to {others[-1]}" if others else str(first)
+        rows.append([layers, same.outcome, same.heads, same.kv_heads, same.head_dim, same.window, same.backend, same.reason])
     columns = ["layers", "prefill", "heads", "KV heads", "head_dim", "window", "backend", "why"]
-    output.table(columns, rows, f"{model['path']} ({model['type']}), a prompt of {model['tokens']:,} tokens")
+    if rows:
+        output.table(columns, rows, f"{name}, a prompt of {model['tokens']:,} tokens")

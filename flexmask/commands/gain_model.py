@@ -43,8 +43,8 @@ def measure_prompt(
         with output.progress(f"{2 * rounds} prefills, by layer") as advance, layer_progress(model, 2 * rounds, advance):
             measured = _measured(model, ids, settings, rounds, max_seconds, output)
     about = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
-    about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation, "tokens": length}
-    return {**about, "settings": {"method": settings.method, **settings.to_dict()}, **measured}
+    about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation}
+    return {"tokens": length, **about, "settings": {"method": settings.method, **settings.to_dict()}, **measured}
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexmask.commands.options import CommandError, missing_package, usage_error
 from flexmask.commands.output import Output
+from flexmask.logged_once import first_time
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from flexmask.settings import PrefillSettings
 
-_BYTE_ORDER_MARK = "\ufeff"
 _HUB_SECONDS = 10.0
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -36,13 +36,11 @@ def load_model(model: str, output: Output, device: str | None = None, dtype: str
     """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
     model, local, auto = _located(model)
     chosen = chosen_device(device)
-    kind = chosen_dtype(dtype, chosen)
-    # transformers before 4.56 has the older name
-    placed: dict[str, Any] = {"torch_dtype" if auto.__version__.startswith(("4.54.", "4.55.")) else "dtype": kind}
-    if chosen == "auto":
-        placed["device_map"] = "auto"
     # unless it is told not to, transformers asks on stdout whether it may run the model's own code
     how = {"trust_remote_code": False, "local_files_only": local}
+    # transformers before 4.56 has the older name
+    name = "torch_dtype" if auto.__version__.startswith(("4.54.", "4.55.")) else "dtype"
+    placed = {name: chosen_dtype(dtype, chosen), **({"device_map": "auto"} if chosen == "auto" else {})}
     with output.progress(f"loading {model}"):
         load_config(model)  # first, because its errors say more
         try:
@@ -128,8 +126,8 @@ def read_text(path: str, output: Output) -> str:
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         usage_error(f"cannot read {name}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}", "--prompt")
-    if text.startswith(_BYTE_ORDER_MARK):  # which would be a token
-        text = text.removeprefix(_BYTE_ORDER_MARK)
+    if text.startswith("\ufeff"):  # which would be a token
+        text = text[1:]
         output.remark(f"{name} begins with a byte order mark, which is left out")
     if not text.strip():
         usage_error(f"{name} is empty", "--prompt")
@@ -175,7 +173,6 @@ def _located(model: str) -> tuple[str, bool, Any]:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_default_handler()
     transformers.utils.logging.add_handler(_REMARKS)
-    _REMARKS.begin()
     return model, is_local, transformers
 
 
@@ -193,9 +190,7 @@ def _check_on_hub(model: str) -> None:
 class _Remarks(logging.Handler):
     """Transformers' warnings on stderr, each once and in one line; its report on weights is told by `_check_weights`."""
 
-    def begin(self) -> None:
-        self.seen: set[str] = set()
-        self.report = ""
+    report = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         from flexmask.environment import one_line
@@ -203,8 +198,7 @@ class _Remarks(logging.Handler):
         text = one_line(record.getMessage())
         if "LOAD REPORT" in text:
             self.report = text
-        elif text not in self.seen:
-            self.seen.add(text)
+        elif first_time("transformers", text):
             print(f"transformers: {text}", file=sys.stderr)
 
 

@@ -1,4 +1,7 @@
-"""bench.answers and bench.report: tables of answers by setting, of greedy answers, of speeds by gamma."""
+"""bench.answers and bench.report: tables of answers by setting.
+
+What decides something in the committed rows is tested on the pages (tests/test_documents.py).
+"""
 
 import json
 
@@ -94,50 +97,3 @@ def test_the_report_means_all_tasks_of_ruler_with_the_same_weight(report):
     *_, mean = report([*fewer, *rows])()
     assert mean == ["RULER, 10 tasks", "100.0", "+0.0 [+0.0, +0.0]; 25.0%; 10", "-10.0 [-10.0, -10.0]; 25.0%; 38", "-"]
     assert all("RULER" not in line[0] for line in report([row for row in rows if row["task"] != "ruler_cwe"])())
-
-
-def test_the_report_compares_greedy_answers_of_two_runs_prompt_by_prompt(tmp_path):
-    pytest.importorskip("pandas")
-    from bench.report import greedy
-
-    def rows(run, answers):
-        same = {"task": "json", "engine": run.engine, "method": run.method, "how": run.how}
-        return [{**same, "index": i, "score": score, "text": text} for i, (score, text) in enumerate(answers)]
-
-    alike = [(1.0, "a"), (0.5, "b")]
-    made = {run: alike for pair in greedy.COMPARED for run in pair} | {
-        greedy.ADAPTER[0]: [(1.0, "a. And on"), (0.0, "c")],
-        greedy.CHUNKS: [(0.0, "d")],
-    }
-    lines = [{"model": "m"}, *(row for run, answers in made.items() for row in rows(run, answers))]
-    (tmp_path / greedy.FILE).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    scores, changes = (
-        {line.split(" | ")[0].strip("| "): line for line in of(tmp_path)} for of in (greedy.scores, greedy.changes)
-    )
-    assert scores["`json`"] == "| `json` | 2 | 50.0 | 75.0 | 75.0 | 75.0 | 0.0 |"
-    # of the adapter's texts only what stands before the end of vLLM's counts, and they are not compared with each other
-    assert changes["transformers, dense"].endswith("| vLLM, dense | +25.0 [+0.0, +50.0] | 1 of 2 | 1 of 2 |")
-    assert "| transformers, dense | transformers, hybrid 0.9 | +25.0 [+0.0, +50.0] | 1 of 2 | - |" in greedy.changes(tmp_path)
-    # one prompt was run in chunks
-    assert changes["vLLM, hybrid 0.9"].endswith("chunks of 8k | -100.0 [-100.0, -100.0] | 1 of 1 | 0 of 1 |")
-
-
-def test_speeds_by_gamma_are_of_the_texts_that_every_gamma_ran(tmp_path):
-    pytest.importorskip("pandas")
-    from bench.report import gamma
-    from bench.report.trained import NAME
-
-    def row(method, seconds, prompt=None, run="texts, YaRN 4, by gamma"):
-        same = {"model": NAME, "vllm": "0.33.0", "device": "NVIDIA H200", "prompt_tokens": 32768, "first_seconds": 9.0}
-        return {**same, "method": method, "run": run, "seconds": seconds, "density": seconds / 10, "prompt": prompt}
-
-    rows = [
-        row("stock", 8.0),
-        *(row("hybrid", seconds, i) for i, seconds in enumerate((1.0, 3.0, 9.0, 9.0))),
-        *(row(f"hybrid, gamma {x}", 4.0, i) for x in gamma.GAMMAS if x != 0.9 for i in (0, 1)),
-        row("hybrid", 9.0, 0, "texts, YaRN 4, in turns"),
-    ]
-    text = "".join(json.dumps({**each, "chunk": chunk}) + "\n" for chunk in (None, 8192) for each in rows)
-    (tmp_path / "serving-nvidia-h200.jsonl").write_text(text, encoding="utf-8")
-    cells = ["2.00x (40.0%)", "4.00x (20.0%)", "2.00x (40.0%)", "2.00x (40.0%)"]
-    assert gamma.speeds(tmp_path)[3:-1] == [f"| 32k, {how} | {' | '.join(cells)} |" for how in ("whole", "chunks of 8k")]

@@ -191,7 +191,7 @@ def test_a_model_with_code_of_its_own_is_refused_without_a_question(flexmask, tm
 
 
 def test_a_report_that_an_error_points_to_is_told(folder, monkeypatch):
-    loading._REMARKS.begin()
+    monkeypatch.setattr(loading._REMARKS, "report", "")
     loading._REMARKS.emit(SimpleNamespace(getMessage=lambda: "Llama LOAD REPORT\nCONVERSION lm_head"))
     error = loading._not_a_model(str(folder), RuntimeError("issues.\nFor details look at the above report!"))
     assert str(error).endswith(": issues. For details look at the above report! Llama LOAD REPORT CONVERSION lm_head")

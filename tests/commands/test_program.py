@@ -20,8 +20,6 @@ def test_module_and_entry_point_are_the_program():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert project["project"]["scripts"] == {"flexmask": f"{main.__name__}:{main.main.__name__}"}
-    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "flexmask" / "commands").rglob("*.py")]
-    assert {".".join(folder.parts) for folder in folders} <= set(project["tool"]["setuptools"]["packages"])
 
 
 def test_every_command_is_documented_with_its_options(flexmask):
@@ -74,20 +72,14 @@ REFUSED = [
     ("doctor --settings nowhere.json", "'--settings': cannot read nowhere.json: No such file"),
     *((f"doctor --settings {{{name}}}", f"'--settings': {{{name}}}: ") for name in ("blank", "list", "number")),
     ("doctor --settings {heads} --gamma .9", "'--gamma': gamma cannot override gamma of layer 3 in {heads}"),
-    (
-        "doctor --settings {drawn} --method causal",
-        "'--method': method cannot override 'hybrid' in {drawn}, whose gamma",
-    ),
+    ("doctor --settings {drawn} --method causal", "'--method': method cannot override 'hybrid' in {drawn}, whose gamma"),
     ("gain {folder}", "Missing option '--prompt'"),
     ("gain --prompt {prompt}", "Missing argument 'MODEL'"),
     ("gain x --prompt x --gama 1", "--gama"),
     *(
-        (f"{command} --option dense_layers=[9]", "'--option': dense_layers must hold layer indices below 2")
+        (f"{command} --{given}", f"'--{given.split()[0]}': dense_layers must hold layer indices below 2")
         for command in ("gain {folder} --prompt {prompt}", INSPECT)
-    ),
-    *(
-        (f"{command} --settings {{ninth}}", "'--settings': dense_layers must hold layer indices below 2")
-        for command in ("gain {folder} --prompt {prompt}", INSPECT)
+        for given in ("option dense_layers=[9]", "settings {ninth}")
     ),
     ("doctor nowhere/at/all", "'MODEL': no folder nowhere/at/all"),
     ("gain {empty} --prompt {prompt}", "is not a model: it has no config.json"),
@@ -106,10 +98,8 @@ REFUSED = [
 @pytest.fixture
 def places(tmp_path, request):
     """Paths by name; a model and a prompt where transformers is installed."""
-    contents = {"blank": b" \n", "binary": b"\xff\xfe\x00", "list": b"[]", "number": b'{"gamma": 3}'}
-    contents["ninth"] = b'{"dense_layers": [9]}'
-    contents["drawn"] = b'{"gamma": 0.5}'
-    contents["one"] = b"w1"
+    contents = {"blank": b" \n", "binary": b"\xff\xfe\x00", "one": b"w1", "list": b"[]", "number": b'{"gamma": 3}'}
+    contents |= {"ninth": b'{"dense_layers": [9]}', "drawn": b'{"gamma": 0.5}'}
     contents["heads"] = b'{"layers": {"3": {"gamma": [0.5, 0.9]}}}'
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
