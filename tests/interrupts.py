@@ -1,7 +1,6 @@
 """Interrupts between any two lines of flexmask's code."""
 
 import inspect
-import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -14,16 +13,15 @@ _FOLDERS = tuple(str(path.resolve()) + "/" for path in Path(flexmask.__file__).p
 _FOLDERS += (str(Path(flexmask.__file__).resolve().parent) + "/",)
 
 
-def interrupted(work: Callable[[], Any], within: Collection[str] = (), places: Iterator[int] | None = None) -> Iterator[str]:
-    """Run `work` again and again, each time with a KeyboardInterrupt before the next line or return of flexmask's code.
+def interrupted(work: Callable[[], Any], within: Collection[str]) -> Iterator[str]:
+    """Run `work` again and again, each time with a KeyboardInterrupt before the next line or return of flexmask's files `within`.
 
-    Gives the place after each run, and stops when `work` has come to its end. Only lines of files named in `within`, if any.
+    Gives the place after each run, and stops when `work` has come to its end.
     """
-    for number in places or itertools.count():
-        place = _run(work, number, within)
-        if place is None:
-            return
+    number = 0
+    while place := _run(work, number, within):
         yield place
+        number += 1
 
 
 def _run(work: Callable[[], Any], number: int, within: Collection[str]) -> str | None:
@@ -32,7 +30,7 @@ def _run(work: Callable[[], Any], number: int, within: Collection[str]) -> str |
     def trace(frame, event, argument):
         nonlocal seen, place
         path = frame.f_code.co_filename
-        if not path.startswith(_FOLDERS) or (within and Path(path).name not in within):
+        if not path.startswith(_FOLDERS) or Path(path).name not in within:
             return None
         # Python swallows what a generator raises that is dropped
         if event == "line" or (event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR):

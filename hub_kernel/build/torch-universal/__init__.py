@@ -36,14 +36,12 @@ def flash_attn_forward(
 
     Parameters
     ----------
-    module
-        The attention layer.
+    module, dropout, scaling, sliding_window, softcap, is_causal, s_aux
+        As transformers passes them; `module` is the attention layer.
     query, key, value
         (batch, num_heads or num_kv_heads, q_len or kv_len, head_dim).
     attention_mask
         None, or in decoding (batch or 1, 1 or num_heads, 1, kv_len).
-    dropout, scaling, sliding_window, softcap, is_causal, s_aux
-        As transformers passes them.
 
     Returns
     -------
@@ -60,9 +58,9 @@ def flash_attn_forward(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal and query.shape[2] > 1:
         raise NotImplementedError("flexmask serves causal attention; this layer's is not")
-    packed = [name for name in ("cu_seq_lens_q", "cu_seq_lens_k") if kwargs.get(name) is not None]
-    if packed:
-        raise NotImplementedError(f"this kernel takes no packed prompts; got {packed[0]}; use flexmask.sparse_prefill(model)")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"this kernel takes no packed prompts; got {name}; use flexmask.sparse_prefill(model)")
     if query.shape[2] == 1 and softcap is None and s_aux is None and (sliding_window is None or attention_mask is not None):
         grouped = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=grouped)
