@@ -78,7 +78,7 @@ def _measured(
         start = time.perf_counter()
         with sparse_prefill(model, settings=settings, collect_stats=number == 0) as run:
             sparse = log_probs(model, ids)
-        middle = time.perf_counter()
+        sparse_seconds = time.perf_counter() - start
         if number == 0:
             summary = run.summary()
             layers = Counter("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
@@ -86,13 +86,14 @@ def _measured(
             found = {"layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
             if not layers["sparse"]:
                 return found | _NOT_TIMED
-        output.remark(f"prefill {2 * number + 1} of {2 * planned}, sparse: {_duration(middle - start)}")
+        output.remark(f"prefill {2 * number + 1} of {2 * planned}, sparse: {_duration(sparse_seconds)}")
+        start = time.perf_counter()
         dense = log_probs(model, ids)
-        end = time.perf_counter()
-        rounds.append((middle - start, end - middle))
+        dense_seconds = time.perf_counter() - start
+        rounds.append((sparse_seconds, dense_seconds))
         seconds, left = sum(map(sum, rounds)), planned - len(rounds)
         to_go = f"; about {_duration(left * seconds / len(rounds))} to go" if left else ""
-        output.remark(f"prefill {2 * number + 2} of {2 * planned}, dense: {_duration(end - middle)}{to_go}")
+        output.remark(f"prefill {2 * number + 2} of {2 * planned}, dense: {_duration(dense_seconds)}{to_go}")
         if left and seconds + seconds / len(rounds) > max_seconds:
             output.remark(f"Slower than planned: the other {left} of {planned} rounds are left out.")
             break

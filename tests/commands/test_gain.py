@@ -14,6 +14,7 @@ import flexmask.commands.gain as command
 from flexmask import sparse_prefill
 from flexmask.commands import gain_model
 from flexmask.commands.loading import prompt_ids
+from flexmask.integrations.record import PrefillRun
 from tests.integrations.common import make_model
 
 SPARSE = ("--dense-below", "0", "--option", "block_size=32", "--min-budget", "0", "--gamma", ".6", "--device", "cpu")
@@ -65,10 +66,13 @@ def test_log_probabilities_are_those_of_evenly_spaced_tokens(folder, monkeypatch
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only prefills advance, by the seconds in the list, in turns: sparse, dense. The first two are foretold."""
+    """A clock that prefills advance, by the seconds in the list, in turns: sparse, dense. The first two are foretold.
+
+    The summary of a run takes an hour, which no prefill may be charged with.
+    """
     now, seconds = [0.0], []
     monkeypatch.setattr(gain_model, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    prefill, prefills, foretold = gain_model.log_probs, [], []
+    prefill, prefills, foretold, summary = gain_model.log_probs, [], [], PrefillRun.summary
 
     def timed(model, ids):
         now[0] += seconds[len(prefills) % len(seconds)]
@@ -79,6 +83,11 @@ def clock(monkeypatch):
         foretold.append(ids)
         return seconds[1 if len(foretold) % 2 else 0]
 
+    def summarized(run):
+        now[0] += 3600
+        return summary(run)
+
+    monkeypatch.setattr(PrefillRun, "summary", summarized)
     monkeypatch.setattr(gain_model, "log_probs", timed)
     monkeypatch.setattr(gain_model, "prefill_seconds", foretell)
     return seconds

@@ -53,9 +53,7 @@ def test_block_attention_is_a_dense_softmax_pooled_by_blocks(name):
     assert expected.nansum() > 2
 
 
-@pytest.mark.parametrize(
-    "given", [{"q_len": 61, "kv_len": 200}, {"scores": {"window": 50}}], ids=["chunk", "window"]
-)
+@pytest.mark.parametrize("given", [{"q_len": 61, "kv_len": 200}, {"scores": {"window": 50}}], ids=["chunk", "window"])
 def test_coverage_by_quarter_is_that_of_sampled_rows(given):
     case = call(**{"q_len": 200, "head_dims": (16, 16), "sharpness": 3.0, **given})
     keep = torch.rand((1, 4, -(-case.query.shape[2] // 16), 13)) < 0.5
