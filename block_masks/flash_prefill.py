@@ -22,7 +22,7 @@ class FlashPrefill(Method):
 
     query block i keeps key block j iff ``E[i, j] >= alpha * max over j of E[i, j]``, or ``j - first < sink_blocks``, or
     ``i - j < window_blocks``, or i is one of the last `last_blocks` query blocks with a valid row.
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: FlashPrefill (https://arxiv.org/abs/2603.06199), block scores and threshold, as its published code computes them.
 

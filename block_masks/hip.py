@@ -18,7 +18,8 @@ class Hip(Method):
 
     Keeps sinks and window. The key blocks between them are cut into k = `topk_blocks` chunks; every chunk is halved and the best
     k halves stay, until each is one block. A chunk's score is the largest of the middle valid key of its middle block with every
-    `query_stride`-th row of the query block. Of equal scores the earlier half wins. All else is as in `flexprefill_mask`.
+    `query_stride`-th row of the query block. Of equal scores the earlier half wins.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: HiP (https://arxiv.org/abs/2406.09827), algorithm "Mask estimation".
 

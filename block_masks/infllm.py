@@ -18,7 +18,8 @@ class InfLLM(Method):
 
     Groups of `execution_blocks` query blocks count from the call's first row. A group keeps the sinks, the blocks with a key
     less than `local_tokens` before its first row or later, and of the blocks in between the `topk_blocks` with the largest
-    ``mean over heads of score(mean(Q_group), mean(K_j))``. All heads share one mask. All else is as in `flexprefill_mask`.
+    ``mean over heads of score(mean(Q_group), mean(K_j))``. All heads share one mask.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: InfLLM (https://arxiv.org/abs/2402.04617), section 3, context memory and memory lookup.
 

@@ -27,7 +27,7 @@ class MInference(Method):
     diagonal's sum; the first 30 valid keys and the offsets 0 to 99 come first. A head's plan (V, S) says how many of each are
     kept. ``lines="pooled"`` keeps the ``ceil(V / block_size)`` key blocks and ``ceil(S / block_size)`` block diagonals with the
     largest pooled sums. ``lines="covering"`` keeps every block that one of the V keys or S offsets touches.
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: MInference (https://arxiv.org/abs/2407.02490), section 3.2, algorithm "Vertical-Slash Head".
 

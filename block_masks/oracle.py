@@ -18,7 +18,8 @@ class Oracle(Method):
 
     ``M[i, j]`` is the softmax attention to block j, averaged over the valid rows of query block i, which keeps the fewest j,
     heaviest first, that reach `gamma` times the sum of its row. Slower than dense attention. No selection holds more attention in
-    as few blocks, yet its outputs need not be the best: see `block_masks/README.md`. All else is as in `flexprefill_mask`.
+    as few blocks, yet its outputs need not be the best: see `block_masks/README.md`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: none; the mass that the other methods estimate.
 

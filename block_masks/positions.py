@@ -18,7 +18,7 @@ def causal_mask(problem: BlockProblem) -> None:
     """The mask of dense causal attention, the same for every head.
 
     Row t stands at position ``q_offset + t`` and sees the valid keys with ``0 <= position - k < window``. Every other mask is a
-    subset. All else is as in `flexprefill_mask`.
+    subset. The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Examples
     --------
@@ -39,7 +39,7 @@ def lm_infinite_mask(
     """LM-Infinite's Lambda-shaped mask without its distance ceiling, the same for every head and input.
 
     Keeps the blocks that hold a pair with ``position - k < local_tokens``, or one of the first `global_tokens` valid keys.
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: LM-Infinite (https://arxiv.org/abs/2308.16137), section 4, the Lambda-shaped mask.
 
@@ -78,7 +78,7 @@ def moa_mask(problem: BlockProblem, plan: PairsByHead | None = _PLAN, sink_block
 
     With n blocks from that of the first valid key, ``first``, to that of the last, a head of plan (alpha, beta) keeps key block j
     iff ``j - first < sink_blocks`` or ``i - j < max(1, floor(alpha / block_size + beta * n))``.
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: MoA (https://arxiv.org/abs/2406.14909), section 3, elastic rules of the heterogeneous attention span.
 
@@ -116,7 +116,8 @@ def streaming_llm_mask(
     """StreamingLLM's sinks and sliding window, the same for every head and input.
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks``, where i is the block of the
-    position and ``first`` the block of the first valid key. All else is as in `flexprefill_mask`.
+    position and ``first`` the block of the first valid key.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, as the baseline of FlexPrefill
     (https://arxiv.org/abs/2502.20766), section 4.1.
@@ -153,7 +154,7 @@ def tri_shape_mask(
 
     Query block i keeps key block j iff ``j - first < sink_blocks`` or ``i - j < window_blocks`` or i is one of the last
     `last_blocks` query blocks with a valid row; ``first`` is the block of the first valid key.
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: TriangleMix (https://arxiv.org/abs/2507.21526), section 3, and the tri-shape of SCBench
     (https://arxiv.org/abs/2412.10319).

@@ -31,7 +31,7 @@ class Published(Method):
     - a query-aware head keeps flattened blocks while their sum stays at or under gamma times the number of key blocks;
     - pooled scores have no term for short blocks.
 
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: github.com/bytedance/FlexPrefill at a24b27b.
 

@@ -21,12 +21,13 @@ class Sparge(Method):
         A = softmax over self-similar, visible j of score(mean(Q_i), mean(K_j))
 
     query block i keeps the heaviest j while their running sum stays at or under `cdf_threshold` (at least one), and every key
-    block that is not self-similar; a query block that is not self-similar keeps all. All else is as in `flexprefill_mask`.
+    block that is not self-similar; a query block that is not self-similar keeps all.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: SpargeAttn (https://arxiv.org/abs/2502.18137), selective token compression for sparse prediction.
 
     Differs from the paper: the second stage, inside the kernel, and the quantised products are left out. Key blocks are as long
-    as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all filled keys, hence
+    as query blocks (published: 64 keys to 128 rows). Each row's own block is kept. The mean key is that of all valid keys, hence
     another in each chunk.
 
     Parameters

@@ -22,7 +22,7 @@ class VerticalSlash(Method):
     With p the softmax attention of the last ``block_size`` valid rows, ``V[j]`` its mass on key block j and ``S[c]`` on block
     diagonal c (`docs/algorithm.md`): keeps the ``ceil(vertical_size / block_size)`` heaviest key blocks, the first valid key's
     always among them, and the ``ceil(slash_size / block_size)`` heaviest diagonals, the main one always among them.
-    All else is as in `flexprefill_mask`.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: FlexPrefill (https://arxiv.org/abs/2502.20766), section 4.3, "Fixed Budget vs. Dynamic Budget".
 

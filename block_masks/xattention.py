@@ -22,7 +22,8 @@ class XAttention(Method):
         A = softmax over v of a
 
     A block scores the sum of A over its tile. A query block keeps the first valid key's block, its own, and of the others the
-    fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row. All else is as in `flexprefill_mask`.
+    fewest, heaviest first, with which the sum reaches `threshold` times the sum of its row.
+    The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Source: XAttention (https://arxiv.org/abs/2503.16428), section 2.
 
@@ -35,7 +36,8 @@ class XAttention(Method):
         Tokens, >= 1, a divisor of block_size: 1 / stride of the score map is computed. Default 8 (the paper's for accuracy; 16
         for speed).
     threshold
-        Share of this sum that the kept blocks hold. Range (0, 1]; 1 keeps every visible block. Default 0.9 (the paper's).
+        Share of the sum of A over a query block's visible blocks that the kept ones hold. Range (0, 1]; 1 keeps every visible
+        block. Default 0.9 (the paper's).
 
     Examples
     --------

@@ -116,14 +116,14 @@ def sparse_attention(
         ``"triton"``, ``"flash"`` (FlexAttention's FLASH backend: package flash-attn-4, a Hopper GPU, half precision; untested on
         Blackwell, with a warning) or ``"auto"`` (default): flash on a Hopper GPU for block_size 128, head dims of multiples of 8
         up to 192, of value up to 128, or both 256, and no gradients, else triton; on CPUs the compiled C++ kernel. Flash runs
-        what a numeric check found right: the first call of a kind on a device compiles and runs it (docs/limits.md). Chosen by
-        name, it raises for the rest.
+        only calls that a numeric check found right, which the first call of a kind on a device runs (docs/limits.md);
+        ``backend="flash"`` raises for others.
     dense_below
         Tokens: calls with a smaller kv_len, or a single query row, run dense. Default None: 16384, the shortest length at which
-        plain calls of flexprefill (gamma 0.95) beat dense attention on every input measured (docs/performance.md). In longer
-        whole prompts without padding, window, soft cap, sinks, gradients or log-sum-exp, a KV head runs dense if its query heads
-        keep every block, on CPUs if they keep more than 66% of the blocks (float16: 51%, bfloat16: 43%). 0 switches all of this
-        off, except for a single row.
+        plain calls of flexprefill (gamma 0.95) beat dense attention on every input measured (docs/performance.md). Single KV
+        heads also run dense, in longer whole prompts without padding, window, soft cap, sinks, gradients or log-sum-exp: those
+        whose query heads keep every block, on CPUs more than 66% of the blocks (float16: 51%, bfloat16: 43%). 0 runs every call
+        and head sparse, except a single row.
     return_lse
         Also return each row's log-sum-exp (natural logarithm) over its keys without sinks, (batch, num_heads, q_len) float32;
         -inf for a row that sees nothing. Not on CPUs.

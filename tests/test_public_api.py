@@ -68,7 +68,7 @@ def described(section: str) -> set[str]:
     return {name for line in lines for name in line.split(", ")}
 
 
-AS_FLEXPREFILL = "All else is as in `flexprefill_mask`."
+AS_FLEXPREFILL = "The other parameters, the result and the errors are as in `flexprefill_mask`."
 COMMON = set(inspect.signature(flexprefill_mask).parameters) - set(flexprefill_mask.method.defaults)
 
 
