@@ -59,8 +59,8 @@ def head_dim_reason(head_dim: int, v_head_dim: int, needs_grad: bool = False) ->
     return None
 
 
-def has_causal_kernel(inputs: AttentionInputs) -> bool:
-    """True if SDPA's causal kernel computes the call: a whole prompt, without anything special."""
+def sdpa_computes(inputs: AttentionInputs) -> bool:
+    """True if SDPA's causal kernel computes the call: a whole prompt without padding, offset, window, soft cap or sinks."""
     return inputs.query.shape[2] == inputs.key.shape[2] and sdpa_serves(inputs, return_lse=False)
 
 

@@ -1,7 +1,7 @@
 """The steps that methods share, in PyTorch; `flexmask.kernels` has the same names.
 
-Block means and the attention between them (the paper's avgpool), and lines: their mass, by key block and by block diagonal, and
-the blocks on those that are kept (paper, section 3.3).
+Block means and the attention between them (FlexPrefill's avgpool), and lines: their mass, by key block and by block diagonal, and
+the blocks on the kept ones (FlexPrefill, section 3.3). Steps are numbered as in docs/algorithm.md.
 
 docs/algorithm.md defines the pooled sums V, by key block, and S, by block diagonal. Inside key block j, a row at phase ``r`` of
 its block P and a key at phase ``y`` give shares ``1 - |r - y|/B``, ``max(0, r - y)/B`` and ``max(0, y - r)/B`` to diagonals
@@ -145,23 +145,26 @@ def coverage(problem: BlockProblem, mass: RepresentativeMass, keep: Tensor) -> T
 
 def kept_blocks(
     problem: BlockProblem,
-    lines: Tensor,
+    kept_lines: Tensor,
     blocks: ChosenBlocks | None,
     nearest: int = 0,
-    dense_rows: RepresentativeMass | None = None,
+    dense_rows: RepresentativeRows | None = None,
 ) -> tuple[BlockLists, Tensor]:
     """Steps 4 and 5: the lists of the kept lines and `blocks` with the blocks kept always, and the map of kept blocks.
 
-    `lines` are key blocks, and block diagonals if there are two. Every query block keeps its `nearest` nearest blocks; those with
-    rows of `dense_rows` keep all that they see.
+    `kept_lines` are key blocks, and block diagonals if there are two. Every query block keeps its `nearest` nearest blocks; query
+    blocks with rows of `dense_rows` keep every block that they see.
     """
-    keep = lines[0].unsqueeze(-2) if lines.shape[0] == 1 else blocks_on_lines(lines[0], lines[1], problem.visibility)
+    if kept_lines.shape[0] == 1:
+        keep = kept_lines[0].unsqueeze(-2)
+    else:
+        keep = blocks_on_lines(kept_lines[0], kept_lines[1], problem.visibility)
     keep = keep | blocks_kept_always(problem) | problem.nearest_diagonals(nearest)
     if blocks is not None:
         keep = keep | blocks.chosen
     if dense_rows is not None:
-        rows, q_block = dense_rows.rows, torch.arange(keep.shape[2], device=keep.device)
-        stands = ((rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & rows.valid.unsqueeze(1)
-        keep = keep | stands.any(-1)[:, None, :, None]
+        q_block = torch.arange(keep.shape[2], device=keep.device)
+        is_in = ((dense_rows.row // problem.block_size).unsqueeze(1) == q_block.unsqueeze(-1)) & dense_rows.valid.unsqueeze(1)
+        keep = keep | is_in.any(-1)[:, None, :, None]
     keep = keep & problem.visible
     return block_lists(keep, problem.visibility.full), keep

@@ -13,7 +13,7 @@ from flexmask.base.checks import check_bool, check_plain
 from flexmask.base.inputs import AttentionInputs, HeadGroup, in_autocast_dtype, needs_gradients, without_autocast
 from flexmask.base.selection import Selection
 from flexmask.call_options import CallOptions
-from flexmask.dense_policy import CPU_BREAK_EVEN, has_causal_kernel
+from flexmask.dense_policy import CPU_BREAK_EVEN, sdpa_computes
 from flexmask.flex.backend import Backend, check_compiled_code_takes, chosen_backend
 from flexmask.flex.dense import dense_attention
 from flexmask.flex.last_rows import LastRows, last_rows_in_parts
@@ -24,10 +24,10 @@ from flexmask.stats import STATISTICS, dense_stats, merge_group_stats
 
 
 class GroupPlan(NamedTuple):
-    """Heads whose masks exist at one time, and their selection."""
+    """The plan of one group of heads: its prepared selection, and what of it runs dense."""
 
-    heads: HeadGroup
-    selection: PreparedSelection
+    group: HeadGroup
+    prepared: PreparedSelection
     dense_kv_heads: tuple[bool, ...]  # True: the KV head runs dense, whatever its mask
     last_rows: LastRows | None = None  # rows that keep every visible block, for direct calls of FLASH
 
@@ -39,7 +39,7 @@ class Plan:
     Attributes
     ----------
     reason
-        Why the calls run dense; None if they run sparse. Without `groups` they run as dense attention, with groups under masks
+        Why the calls run dense; None if they run sparse. Without `group_plans` they run as dense attention, with them under masks
         that keep every visible block.
     """
 
@@ -48,13 +48,13 @@ class Plan:
     reason: str | None
     backend: Backend
     return_lse: bool = False
-    groups: tuple[GroupPlan, ...] = ()  # none: the whole call is dense attention
+    group_plans: tuple[GroupPlan, ...] = ()  # none: the whole call is dense attention
     break_even_density: float | None = None  # a KV head of a larger density runs dense
     offset: Tensor | None = None  # the offset of `PositionedInputs`
     absent: Tensor | None = None  # (batch, 1, kv_len, 1) bool: keys that are not tokens
 
     def __repr__(self) -> str:
-        method = f"{self.groups[0].selection.method.name}, " if self.groups else ""
+        method = f"{self.group_plans[0].prepared.method.name}, " if self.group_plans else ""
         query, key = tuple(self.inputs.query.shape), tuple(self.inputs.key.shape)
         dense = "" if self.reason is None else f", dense: {self.reason}"
         return f"Plan({method}query {query}, key {key}, backend {self.backend.name!r}{dense})"
@@ -108,7 +108,7 @@ class Plan:
         if needs_gradients(query, key, value, sinks) and not self.inputs.needs_grad:
             raise ValueError("query, key, value and sinks must not require gradients: the plan was made without")
         inputs = self.inputs.with_fields(**tensors)
-        if self.groups:
+        if self.group_plans:
             # a mode may be on that was not when the plan was made
             check_compiled_code_takes(inputs)
         return inputs
@@ -121,8 +121,8 @@ class Plan:
 
     def with_replay(self) -> Plan:
         """The plan for several layers: selections of later layers replay the launches of an earlier one."""
-        groups = [group._replace(selection=with_replay(group.selection)) for group in self.groups]
-        return replace(self, groups=tuple(groups))
+        group_plans = [plan._replace(prepared=with_replay(plan.prepared)) for plan in self.group_plans]
+        return replace(self, group_plans=tuple(group_plans))
 
     def attend(
         self, inputs: AttentionInputs, statistics: tuple[str, ...] = (), *, with_maps: bool = False, with_counts: bool = False
@@ -132,7 +132,7 @@ class Plan:
         The result also has what is requested: `statistics` by name, the selections with their maps, the counts of kept blocks.
         """
         with without_autocast(inputs.query.device):
-            if not self.groups:
+            if not self.group_plans:
                 stats = dense_stats(inputs.query) if statistics else None
                 return AttentionResult(*dense_attention(inputs, self.return_lse), stats)
             # masks of every block need no statistics
@@ -142,7 +142,7 @@ class Plan:
             group_stats: list[dict[str, Tensor]] = []
             selections: list[tuple[HeadGroup, Selection]] = []
             counts: list[Tensor] = []
-            for group, prepared, dense_kv_heads, last_rows in self.groups:
+            for group, prepared, dense_kv_heads, last_rows in self.group_plans:
                 # only one group's lists exist at a time
                 part, selection, backend = whole.slice_heads(group), None, self.backend
                 if measured or with_maps or with_counts or not all(dense_kv_heads):
@@ -161,7 +161,7 @@ class Plan:
             assert outputs is not None
             stats = None
             if statistics and measured:
-                stats = merge_group_stats(group_stats, [group_plan.heads for group_plan in self.groups], dense_by_group)
+                stats = merge_group_stats(group_stats, [group_plan.group for group_plan in self.group_plans], dense_by_group)
             elif statistics:
                 stats = dense_stats(inputs.query)
             return AttentionResult(*outputs, stats, tuple(selections), tuple(counts))
@@ -193,14 +193,14 @@ def plan_call(
     keep every block. Otherwise its heads are planned in groups, and KV heads that keep every block run dense.
     """
     policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
-    is_causal = has_causal_kernel(inputs)
-    heads_may_be_dense = is_causal and policy.dense_below > 0 and not return_lse
+    has_sdpa_kernel = sdpa_computes(inputs)
+    heads_may_be_dense = has_sdpa_kernel and policy.dense_below > 0 and not return_lse
     selection_reason = policy.selection_reason(keeps_every_block)
     size_reason = None if at_any_length else policy.size_reason(inputs.query.shape[2], inputs.key.shape[2])
     layer_reason = None if layer is None else policy.dense_layer_reason(layer, inputs.window) or selection_reason
     reason = size_reason or layer_reason or (selection_reason if heads_may_be_dense else None)
     if reason is not None:
-        if is_causal or size_reason is not None:
+        if has_sdpa_kernel or size_reason is not None:
             return dense_plan(inputs, method.block_size, call_options, reason, return_lse, has_mask_mod=method.is_user_method)
         # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
@@ -219,8 +219,8 @@ def _dense_kv_heads(
     queries_per_kv = len(keeps_every_block) // num_kv_heads
     dense = tuple([all(keeps_every_block[head * queries_per_kv : (head + 1) * queries_per_kv]) for head in range(num_kv_heads)])
     # reading lists waits, except on a CPU; a user's function may hide what dense attention sees
-    reads = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not method.is_user_method
-    return dense, CPU_BREAK_EVEN[inputs.query.dtype] if reads else None
+    may_read_lists = inputs.query.device.type == "cpu" and not in_dispatch_mode() and not method.is_user_method
+    return dense, CPU_BREAK_EVEN[inputs.query.dtype] if may_read_lists else None
 
 
 def dense_plan(
@@ -250,16 +250,16 @@ def _plan_in_groups(
     first_group = inputs.slice_heads(groups[0]) if len(groups) > 1 else inputs
     backend = chosen_backend(call_options.backend, first_group, method.block_size, return_lse, has_mask_mod=method.is_user_method)
     whole = inputs.with_offset()
-    plans: list[GroupPlan] = []
+    group_plans: list[GroupPlan] = []
     in_parts = backend.direct and backend.has_lse and method.last_rows_are_dense() and inputs.window is None
     last_rows_by_size: dict[tuple[int, ...], LastRows | None] = {}  # by batch and heads of a group
     for group in groups:
-        same_rows = next((plan.selection for plan in plans if plan.heads.batch_rows == group.batch_rows), None)
+        same_rows = next((plan.prepared for plan in group_plans if plan.group.batch_rows == group.batch_rows), None)
         group_method, group_inputs = method.slice_heads(group.query_heads), whole.slice_heads(group)
         prepared = prepare_selection(group_method, group_inputs, same_rows, call_options.max_mask_bytes)
         group_size = group_inputs.query.shape[:2]
         if in_parts and group_size not in last_rows_by_size and not all(dense_kv_heads[group.kv_heads]):
             last_rows_by_size[group_size] = last_rows_in_parts(group_inputs, method.block_size)
-        plans.append(GroupPlan(group, prepared, dense_kv_heads[group.kv_heads], last_rows_by_size.get(group_size)))
+        group_plans.append(GroupPlan(group, prepared, dense_kv_heads[group.kv_heads], last_rows_by_size.get(group_size)))
     absent = inputs.absent_keys()
-    return Plan(inputs, call_options, reason, backend, return_lse, tuple(plans), break_even_density, whole.offset, absent)
+    return Plan(inputs, call_options, reason, backend, return_lse, tuple(group_plans), break_even_density, whole.offset, absent)

@@ -22,7 +22,7 @@ def _statistic(dtype: torch.dtype, dense: float, compute: Callable[..., Tensor] 
 
 def density(lists: BlockLists, problem: BlockProblem) -> Tensor:
     """Kept blocks as a share of the visible ones, (batch, num_heads) float32."""
-    visible = problem.blocks_seen().sum(-1)
+    visible = problem.num_blocks_seen().sum(-1)
     kept = (lists.kv_num_blocks + lists.full_kv_num_blocks).sum(-1)
     return kept.float() / visible.clamp(min=1)[:, None]
 

@@ -149,7 +149,7 @@ def mean_of_rows(right, problem, last, *rest):
 
 def evidence_by_seen(right, problem, row_stride):
     """Evidence times n/N, which is a threshold times N/n: each query block's even share is of the n blocks that it sees."""
-    seen, evidence = problem.blocks_seen(), right(problem, row_stride)
+    seen, evidence = problem.num_blocks_seen(), right(problem, row_stride)
     share = evidence.root_mean_square * (seen / seen.amax(-1, keepdim=True))[:, None, :, None]
     return evidence._replace(root_mean_square=share)
 
@@ -162,7 +162,7 @@ RULE_FAULTS = {
     "a lower floor": other_step("row_blocks", with_argument("min_coverage", lambda share: share * 0.8)),
     "a floor of whole halvings": (hybrid.plain, "SLACK", -1e6),
     "no halvings": (hybrid.plain, "HALVINGS", 0),
-    "no key blocks of the last rows": other_step("kept_blocks", with_argument("lines", torch.zeros_like)),
+    "no key blocks of the last rows": other_step("kept_blocks", with_argument("kept_lines", torch.zeros_like)),
     "no nearest": other_step("kept_blocks", with_argument("nearest", lambda _: 0)),
     "n for N": other_step("row_evidence", evidence_by_seen),
 }

@@ -49,7 +49,7 @@ class Ablation(Hybrid):
         key_blocks = steps.key_blocks(problem, last, self.gamma_of(problem), RULE.last_row_multiple)
         own = self.own_blocks(problem) & problem.visible
         blocks = ChosenBlocks((own.to(torch.int8) if problem.by_kernels else own).contiguous())
-        nearest, dense_rows = num_blocks(self.min_budget, problem.block_size), last if self.last_rows_dense else None
+        nearest, dense_rows = num_blocks(self.min_budget, problem.block_size), last.rows if self.last_rows_dense else None
         return Choice(*problem.steps.kept_blocks(problem, self.lines(key_blocks, problem), blocks, nearest, dense_rows))
 
 

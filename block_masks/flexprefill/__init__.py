@@ -165,8 +165,9 @@ class FlexPrefill(Method):
     def selection_bytes(self, inputs: AttentionInputs, by_kernels: bool) -> int:
         size, subsets = self.block_size, 1 if self.pattern_queries == self.index_queries else 2
         if by_kernels:
-            per_key_block = 16 * size * subsets  # of representative rows
-            return inputs.block_pairs(size) * (14 if self.tau > 0 else 9) + num_blocks(inputs.key.shape[2], size) * per_key_block
+            of_pairs = inputs.num_block_pairs(size) * (14 if self.tau > 0 else 9)
+            of_representative_rows = num_blocks(inputs.key.shape[2], size) * 16 * size * subsets
+            return of_pairs + of_representative_rows
         by_score = (12 if inputs.softcap is None else 18) + 4 * (subsets - 1)
         return plain_bytes(inputs, size, 72 if self.tau > 0 else 56, by_score)
 

@@ -97,7 +97,7 @@ def _pattern_kernel(
     lines,  # float32; -1: no candidate
     gamma,
     tau,  # 0-d float64
-    is_query_aware, distance, kept, num_heads, num_kv_blocks, cap, floor, scale, softcap,
+    is_query_aware, distance, kept, num_heads, num_kv_blocks, cap, min_lines, scale, softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # the interpreter passes Python's floats as they are
@@ -142,7 +142,7 @@ def _pattern_kernel(
 
     share = tl.where(query_aware, -1.0, tl.load(gamma + head % num_heads))
     o_lines = (family * tl.num_programs(1) + head) * num_kv_blocks
-    keep_top_p(lines + o_lines, kept + o_lines, num_kv_blocks, share, cap, floor, TILE=TILE)
+    keep_top_p(lines + o_lines, kept + o_lines, num_kv_blocks, share, cap, min_lines, TILE=TILE)
 
 
 def pattern_and_lines(

@@ -54,11 +54,11 @@ def kept_lines(
 ) -> Tensor:
     """Key blocks and block diagonals to keep: top-p of each family, at most `max_lines`, then at least `min_lines`."""
     lines, candidates = torch.stack([mass.vertical, mass.slash]), candidates.unsqueeze(2)
-    floor = candidates.sum(-1).clamp(max=min_lines)
+    least = candidates.sum(-1).clamp(max=min_lines)
     count = top_p_count(lines, candidates, gamma)
     if max_lines is not None:
         count = count.clamp(max=max_lines)
-    count = torch.where(is_query_aware, floor, torch.maximum(count, floor))
+    count = torch.where(is_query_aware, least, torch.maximum(count, least))
     return ranks(lines, candidates) < count.unsqueeze(-1)
 
 

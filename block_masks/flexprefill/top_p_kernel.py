@@ -1,7 +1,7 @@
 """Top-p without a sort, for one row.
 
 The heaviest entries that just reach a sum are those at or above some value, and non-negative floats order as their bit patterns
-do. That value is found digit by digit: each pass sums the entries at or above 32 thresholds, and counts them for floor and cap.
+do. That value is found digit by digit: each pass sums the entries at or above 32 thresholds, and counts them for both bounds.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ BITS = 30  # values up to 1.0 have the bit pattern 0x3F800000, below 2**30
 
 
 @triton.jit
-def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
-    """Keep the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `floor` entries.
+def keep_top_p(values, kept, size, share, cap, min_lines, TILE: tl.constexpr):
+    """Keep the heaviest candidates of a row up to `share` of its sum, at most `cap`, at least `min_lines` entries.
 
     `values` points to `size` float32: negative ones are not candidates, NaN counts as 0, of equal values the lower index wins.
-    `kept` points to `size` int8. A `share` of 1 keeps every candidate up to the cap; the floor comes last.
+    `kept` points to `size` int8. A `share` of 1 keeps every candidate up to the cap; `min_lines` is met last.
     """
     DIGIT_BITS: tl.constexpr = 5  # of BITS
     PASSES: tl.constexpr = 6
@@ -42,8 +42,8 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
             # the sum at the first threshold, 0, is the total
             total = tl.sum(tl.where(o_digit == 0, b_totals, 0.0), 0)
             goal = share_of_sum(total, share)
-            floor = tl.minimum(floor, tl.sum(tl.where(o_digit == 0, b_numbers, 0), 0))
-        m_enough = ((b_totals >= goal) | (b_numbers >= cap)) & (b_numbers >= floor)
+            min_lines = tl.minimum(min_lines, tl.sum(tl.where(o_digit == 0, b_numbers, 0), 0))
+        m_enough = ((b_totals >= goal) | (b_numbers >= cap)) & (b_numbers >= min_lines)
         low += tl.maximum(tl.sum(m_enough.to(tl.int32), 0) - 1, 0) * step
 
     b_sum_above = tl.zeros([TILE], tl.float32)
@@ -54,7 +54,7 @@ def keep_top_p(values, kept, size, share, cap, floor, TILE: tl.constexpr):
         b_number_above += (b_bits > low).to(tl.int32)
     missing = missing_entries(low, goal - tl.sum(b_sum_above.to(tl.float64), 0))
     count = tl.sum(b_number_above, 0)
-    missing = tl.maximum(tl.minimum(missing, cap - count), floor - count)
+    missing = tl.maximum(tl.minimum(missing, cap - count), min_lines - count)
 
     tied_before = 0
     for start in range(0, size, TILE):

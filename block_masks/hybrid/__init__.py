@@ -15,7 +15,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.selection import Choice
 from flexmask.base.visibility import num_blocks
 from flexmask.block_masks.hybrid import plain
-from flexmask.block_masks.hybrid.plain import RowChoice, Rule
+from flexmask.block_masks.hybrid.plain import RowBlocks, Rule
 from flexmask.mask_function import BlockProblem, ByHead, Method, count_option, mask_function, share_option
 
 if HAS_TRITON:
@@ -30,7 +30,7 @@ class _Steps(Protocol):
     def key_blocks(self, problem: BlockProblem, mass: Any, gamma: Any, multiple: float, /) -> Tensor: ...
     def row_blocks(
         self, problem: BlockProblem, row_stride: int, gamma: Any, multiple: float, min_coverage: FloatOption, /
-    ) -> RowChoice: ...
+    ) -> RowBlocks: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,13 @@ class Hybrid(Method):
     - with `last_rows_dense`, every visible block if r holds one of the last `block_size` rows.
 
     While it is made, a mask takes up to 10 bytes per pair of blocks on CUDA, elsewhere 80; statistics take a second pass over the
-    evidence. All else is as in `flexprefill_mask`.
+    evidence. The other parameters, the result and the errors are as in `flexprefill_mask`.
 
     Parameters
     ----------
     gamma
-        Trades error for speed: thresholds are proportional to ``1 - gamma``. Range (0, 1]; 1 keeps every visible block. Default
-        0.9 (ours). Per head as in flexprefill.
+        Higher keeps more blocks, for less error and less speed: thresholds are proportional to ``1 - gamma``. Range (0, 1]; 1
+        keeps every visible block. Default 0.9 (ours). Per head as in flexprefill.
     min_budget
         Tokens' worth of the nearest blocks that every query block keeps. Range >= 0, default 256 (ours).
     row_stride
@@ -66,7 +66,7 @@ class Hybrid(Method):
         takes eight times the scores).
     min_coverage
         Least share of its evidence R that each query block keeps. Range [0, 1], default 0.5 (ours; `bench/HYBRID_ABLATIONS.md`
-        has what it adds to the blocks): heads that attend evenly keep half. 0 switches it off.
+        shows how many blocks it adds): heads that attend evenly keep half. 0 switches it off.
     last_rows_dense
         True if each query block with one of the last `block_size` rows, padding left out, keeps every visible block: usually one
         query block, two if these rows cross its border, more if padding lies between them. In chunks these are the chunk's last
@@ -100,16 +100,16 @@ class Hybrid(Method):
         key_blocks = own_steps.key_blocks(problem, last_mass, self.gamma, RULE.last_row_multiple)
 
         # all rows: attention to key means, and the blocks kept of it
-        row_choice = own_steps.row_blocks(problem, self.row_stride, self.gamma, RULE.row_multiple, self.min_coverage)
+        row_blocks = own_steps.row_blocks(problem, self.row_stride, self.gamma, RULE.row_multiple, self.min_coverage)
 
         lists, keep = shared_steps.kept_blocks(
-            problem, key_blocks, row_choice.blocks, nearest, last_mass if self.last_rows_dense else None
+            problem, key_blocks, row_blocks.blocks, nearest, last_mass.rows if self.last_rows_dense else None
         )
         covered: list[Tensor] = []
 
         def row_coverage(keep: Tensor, which: int) -> Tensor:
             if not covered:
-                covered.extend(row_choice.coverage(keep))
+                covered.extend(row_blocks.coverage(keep))
             return covered[which]
 
         return Choice(

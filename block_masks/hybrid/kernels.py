@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexmask.base.blocks import BlockProblem, FloatOption, is_off
 from flexmask.base.selection import ChosenBlocks
-from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, RowChoice
+from flexmask.block_masks.hybrid.plain import HALVINGS, SLACK, RowBlocks
 from flexmask.block_masks.hybrid.row_evidence_kernel import row_coverage, squares_of_shares
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pooling import split_key_means
@@ -32,8 +32,8 @@ def _threshold(gamma, gamma_bits, max_seen, head, batch, MULTIPLE: tl.constexpr,
     return tl.full([], MULTIPLE, tl.float64) * (left / tl.maximum(tl.load(max_seen + batch), 1).to(tl.float64))
 
 
-def _read(gamma: FloatOption, problem: BlockProblem) -> tuple[Tensor, int, bool]:
-    """Gamma as kernels read it: a tensor by head, or the bits of a float64."""
+def _gamma_arguments(gamma: FloatOption, problem: BlockProblem) -> tuple[Tensor, int, bool]:
+    """Gamma as kernels take it: a tensor by head, or the bits of a float64 and any tensor; True if it is by head."""
     if isinstance(gamma, Tensor):
         return gamma, 0, True
     return problem.kernel_geometry.max_seen, struct.unpack("q", struct.pack("d", gamma))[0], False
@@ -68,10 +68,10 @@ def key_blocks(problem: BlockProblem, mass: RepresentativeSums, gamma: FloatOpti
     """As `flexmask.block_masks.hybrid.plain.key_blocks`, int8; a number holds for all heads."""
     batch, num_heads, blocks, block_size, _ = mass.sums.shape
     kept = mass.sums.new_empty((1, batch, num_heads, blocks), dtype=torch.int8)
-    geometry, (by_head, bits, is_read) = problem.kernel_geometry, _read(gamma, problem)
+    geometry, (gamma_tensor, gamma_bits, is_by_head) = problem.kernel_geometry, _gamma_arguments(gamma, problem)
     _key_blocks_kernel[(cdiv(blocks, LINES_PER_PROGRAM), batch * num_heads)](
-        mass.sums, mass.norms, mass.rows, geometry.kv_edges, geometry.max_seen, by_head, bits, kept, num_heads, blocks,
-        MULTIPLE=float(multiple), BY_HEAD=is_read, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
+        mass.sums, mass.norms, mass.rows, geometry.kv_edges, geometry.max_seen, gamma_tensor, gamma_bits, kept, num_heads, blocks,
+        MULTIPLE=float(multiple), BY_HEAD=is_by_head, BLOCK_SIZE=block_size, PADDED_SIZE=next_power_of_2(block_size),
         TILE=LINES_PER_PROGRAM, NUM_SUMS=mass.sums.shape[4],
     )  # fmt: skip
     return kept
@@ -86,7 +86,7 @@ def _row_blocks_kernel(
     chosen,  # int8
     min_coverage,  # float64, read if COVERAGE_IS_READ
     num_heads, num_q_blocks, num_kv_blocks, distance_limit,
-    coverage,  # min_coverage as a number
+    coverage_number,  # min_coverage as a number
     MULTIPLE: tl.constexpr, BY_HEAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr, HAS_COVERAGE: tl.constexpr,
     COVERAGE_IS_READ: tl.constexpr, HALVINGS: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,7 @@ def _row_blocks_kernel(
             b_total += b_evidence
             b_held += tl.where(m_chosen, b_evidence, 0.0)
     if HAS_COVERAGE:
-        needed = (tl.load(min_coverage).to(tl.float32) if COVERAGE_IS_READ else coverage) * tl.sum(b_total, 0)
+        needed = (tl.load(min_coverage).to(tl.float32) if COVERAGE_IS_READ else coverage_number) * tl.sum(b_total, 0)
         held = tl.sum(b_held, 0)
         if held < needed:
             # Triton carries no variable over a loop that sets it to the value of another from before
@@ -161,19 +161,19 @@ def _row_blocks_kernel(
 
 def row_blocks(
     problem: BlockProblem, row_stride: int, gamma: FloatOption, multiple: float, min_coverage: FloatOption
-) -> RowChoice:
+) -> RowBlocks:
     """As `flexmask.block_masks.hybrid.plain.row_blocks`; blocks without visible pairs may be unwritten."""
     means = split_key_means(problem)
     squares, num_sampled = squares_of_shares(problem, means, row_stride)
     chosen = torch.empty_like(squares, dtype=torch.int8)
     batch, num_heads, num_q_blocks, num_kv_blocks = squares.shape
-    by_head, bits, gamma_is_read = _read(gamma, problem)
-    is_read = isinstance(min_coverage, Tensor)
+    gamma_tensor, gamma_bits, is_by_head = _gamma_arguments(gamma, problem)
+    coverage_is_read = isinstance(min_coverage, Tensor)
     _row_blocks_kernel[(num_q_blocks, batch * num_heads)](
-        squares, num_sampled, problem.kernel_geometry.q_edges, problem.kernel_geometry.max_seen, by_head, bits, chosen,
-        min_coverage if is_read else num_sampled, num_heads, num_q_blocks, num_kv_blocks, problem.inputs.distance_limit,
-        0.0 if is_read else float(min_coverage),
-        MULTIPLE=float(multiple), BY_HEAD=gamma_is_read, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,
-        HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=is_read, HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
+        squares, num_sampled, problem.kernel_geometry.q_edges, problem.kernel_geometry.max_seen, gamma_tensor, gamma_bits,
+        chosen, min_coverage if coverage_is_read else num_sampled, num_heads, num_q_blocks, num_kv_blocks,
+        problem.inputs.distance_limit, 0.0 if coverage_is_read else float(min_coverage),
+        MULTIPLE=float(multiple), BY_HEAD=is_by_head, BLOCK_SIZE=problem.block_size, COLUMNS=_COLUMNS,
+        HAS_COVERAGE=not is_off(min_coverage), COVERAGE_IS_READ=coverage_is_read, HALVINGS=HALVINGS, SLACK=SLACK, num_warps=4,
     )  # fmt: skip
-    return RowChoice(ChosenBlocks(chosen), functools.partial(row_coverage, problem, means, row_stride))
+    return RowBlocks(ChosenBlocks(chosen), functools.partial(row_coverage, problem, means, row_stride))

@@ -32,8 +32,8 @@ class Rule(NamedTuple):
 
 
 def threshold_unit(problem: BlockProblem, gamma: Tensor) -> Tensor:
-    """``(1 - gamma) / N`` with N = `BlockProblem.max_blocks_seen`, (batch or 1, num_heads); thresholds are multiples of it."""
-    return (1 - gamma) / problem.max_blocks_seen().unsqueeze(-1).clamp(min=1)
+    """``(1 - gamma) / N`` with N = `BlockProblem.max_num_blocks_seen`, (batch or 1, num_heads); thresholds are its multiples."""
+    return (1 - gamma) / problem.max_num_blocks_seen().unsqueeze(-1).clamp(min=1)
 
 
 def key_blocks(problem: BlockProblem, mass: RepresentativeMass, gamma: Tensor, multiple: float) -> Tensor:
@@ -46,7 +46,7 @@ def key_blocks(problem: BlockProblem, mass: RepresentativeMass, gamma: Tensor, m
     return (~(largest < threshold.unsqueeze(-1)) & candidate_lines(problem.visibility)[0].unsqueeze(1)).unsqueeze(0)
 
 
-class RowChoice(NamedTuple):
+class RowBlocks(NamedTuple):
     """Blocks that the rows of each query block choose."""
 
     blocks: ChosenBlocks
@@ -83,14 +83,14 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
     return RowEvidence((square / sampled).sqrt(), mean / sampled)
 
 
-def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: FloatOption) -> RowChoice:
+def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: FloatOption) -> RowBlocks:
     """The key blocks whose evidence reaches `multiple` units, `with_evidence_floor`; NaN reaches every threshold."""
     rows = row_evidence(problem, row_stride)
     evidence, threshold = rows.root_mean_square, (multiple * threshold_unit(problem, gamma))[..., None, None]
     chosen = ~(evidence < threshold.float())
     if not is_off(min_coverage):
         chosen = with_evidence_floor(problem, evidence, threshold, problem.as_tensor(min_coverage).to(evidence.dtype))
-    return RowChoice(ChosenBlocks(chosen), functools.partial(row_coverage, problem, rows))
+    return RowBlocks(ChosenBlocks(chosen), functools.partial(row_coverage, problem, rows))
 
 
 def with_evidence_floor(problem: BlockProblem, evidence: Tensor, threshold: Tensor, min_coverage: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from flexmask.base.visibility import (
     last_valid_keys,
     max_seen_blocks_in_prompt,
     num_blocks,
-    valid_keys,
+    num_valid_keys,
 )
 
 # a float option as a method sees it: a 0-d tensor, or a number where kernels take it so or it is 0
@@ -31,7 +31,7 @@ def is_off(option: FloatOption) -> bool:
 
 
 class Steps(Protocol):
-    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`. Where it says Any, each has a type of its own.
+    """The steps that methods share: `flexmask.plain` or `flexmask.kernels`. Parameters typed Any differ between the two.
 
     Kept lines are (2, batch, num_heads, num_kv_blocks), bool in plain steps and int8 in kernels: key blocks, then diagonals, or
     (1, ..) without these.
@@ -40,7 +40,7 @@ class Steps(Protocol):
     def key_means(self, problem: BlockProblem, /) -> Tensor: ...
     def representative_mass(self, problem: BlockProblem, subset: str, /, with_diagonals: bool = True) -> Any: ...
     def kept_blocks(
-        self, problem: BlockProblem, lines: Tensor, blocks: Any, nearest: int = 0, dense_rows: Any = None, /
+        self, problem: BlockProblem, kept_lines: Tensor, blocks: Any, nearest: int = 0, dense_rows: Any = None, /
     ) -> tuple[BlockLists, Tensor | None]: ...
     def coverage(self, problem: BlockProblem, mass: Any, keep: Tensor, /) -> Tensor: ...
 
@@ -101,20 +101,20 @@ class BlockProblem:
         device = self.inputs.query.device
         return torch.full(shape, option, dtype=widest_float(device), device=device)
 
-    def blocks_seen(self) -> Tensor:
+    def num_blocks_seen(self) -> Tensor:
         """Number of key blocks that each query block sees, (batch or 1, num_q_blocks) int."""
         return self.visibility.visible.sum(-1) if self.kernel_geometry is None else self.kernel_geometry.num_seen
 
-    def max_blocks_seen(self) -> Tensor:
+    def max_num_blocks_seen(self) -> Tensor:
         """Largest number of key blocks that any query block of the whole prompt sees, (batch or 1,) int."""
         if self.kernel_geometry is not None:
             return cast(Tensor, self.kernel_geometry.max_seen)
-        inputs, max_seen = self.inputs, self.blocks_seen().amax(-1)
+        inputs, max_seen = self.inputs, self.num_blocks_seen().amax(-1)
         return max_seen_blocks_in_prompt(max_seen, inputs.end, inputs.prompt_len, self.block_size, inputs.window)
 
     def key_counts(self) -> Tensor:
         """Valid keys per key block, (batch or 1, num_kv_blocks) int64."""
-        return valid_keys(self.tokens, self.block_size)
+        return num_valid_keys(self.tokens, self.block_size)
 
     def last_keys(self) -> Tensor:
         """Position of each key block's last valid key, (batch or 1, num_kv_blocks) int64; -kv_len without any."""

@@ -40,7 +40,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 def map_bytes(inputs: AttentionInputs, block_size: int, rows: int = 0) -> int:
     """Bytes of one head's map in one batch row while its lists are made, and of the scores of `rows` representative rows."""
-    return _PAIR_BYTES * inputs.block_pairs(block_size) + _SCORE_BYTES * rows * inputs.key.shape[2]
+    return _PAIR_BYTES * inputs.num_block_pairs(block_size) + _SCORE_BYTES * rows * inputs.key.shape[2]
 
 
 def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score: int) -> int:
@@ -48,11 +48,11 @@ def plain_bytes(inputs: AttentionInputs, block_size: int, by_pair: int, by_score
     (_, num_heads, q_len, head_dim), kv_len = inputs.query.shape, inputs.key.shape[2]
     queries_per_kv = num_heads // inputs.key.shape[1]
     # a branch on symbolic lengths would add a graph, and torch 2.8 cannot add what compares them
-    absent = is_traced() or inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
-    ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
-    copies = (inputs.query.element_size() < 4) + absent + ragged
+    copies_absent = is_traced() or inputs.attention_mask is not None or inputs.offset is not None or q_len != kv_len
+    copies_ragged = is_traced() or q_len % block_size != 0 or kv_len % block_size != 0
+    copies = (inputs.query.element_size() < 4) + copies_absent + copies_ragged
     means = copies * 4 * head_dim * max(q_len, -(-kv_len // queries_per_kv))
-    return inputs.block_pairs(block_size) * by_pair + block_size * kv_len * by_score + means
+    return inputs.num_block_pairs(block_size) * by_pair + block_size * kv_len * by_score + means
 
 
 def flash_key_tile(head_dim: int, v_head_dim: int) -> int:
@@ -67,4 +67,4 @@ def tiled_list_bytes(inputs: AttentionInputs, block_size: int) -> int:
     tile = flash_key_tile(inputs.query.shape[3], inputs.value.shape[3])
     if block_size <= tile or block_size % tile:
         return 0
-    return 8 * inputs.block_pairs(block_size) * (1 + block_size // tile)
+    return 8 * inputs.num_block_pairs(block_size) * (1 + block_size // tile)

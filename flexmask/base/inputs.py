@@ -58,7 +58,7 @@ class AttentionInputs(NamedTuple):
         """Position after the last row: kv_len, or (batch,) with an offset."""
         return self.key.shape[2] if self.offset is None else self.offset + self.query.shape[2]
 
-    def block_pairs(self, block_size: int) -> int:
+    def num_block_pairs(self, block_size: int) -> int:
         """Number of pairs of a query block and a key block."""
         return num_blocks(self.query.shape[2], block_size) * num_blocks(self.key.shape[2], block_size)
 

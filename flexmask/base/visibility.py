@@ -103,7 +103,7 @@ def block_visibility(tokens: TokenValidity, block_size: int, window: int | None)
     kv_block = torch.arange(num_blocks(kv_len, block_size), device=device)
     first_key = kv_block * block_size
     last_key = (first_key + block_size).clamp(max=kv_len) - 1
-    keys_whole = valid_keys(tokens, block_size) == last_key + 1 - first_key
+    keys_whole = num_valid_keys(tokens, block_size) == last_key + 1 - first_key
     distance_limit = kv_len if window is None else min(window, kv_len)  # which no visible pair reaches
 
     # a column for each query block
@@ -159,7 +159,7 @@ def by_distance(x: Tensor, start: Tensor) -> Tensor:
     return x.gather(-1, index.clamp(0, size - 1).expand(x.shape)).masked_fill(~exists, 0)
 
 
-def valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
+def num_valid_keys(tokens: TokenValidity, block_size: int) -> Tensor:
     """Valid keys per key block, int64."""
     return split_into_blocks(tokens.key_valid, block_size).sum(-1)
 

@@ -148,8 +148,8 @@ def flash_verdict(
     verdict = _VERDICTS.get(key)
     if verdict is not None:
         return verdict
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured or in_dispatch_mode() or in_transform() or any_thread_exports():
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_capturing or in_dispatch_mode() or in_transform() or any_thread_exports():
         if not kind.direct:  # it may run through FlexAttention
             _log_unchecked(key)
         return None
@@ -189,8 +189,8 @@ def _log_unchecked(key: _Key) -> None:
     """Log once that calls of a kind could not be checked; "auto" then takes Triton, and backend="flash" raises."""
     if first_time("not checked", key):
         _log.warning(
-            "flexmask: FLASH was not checked before such calls (%s) were made where no check can run (in torch.compile, a "
-            "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not support them: call "
-            "flexmask.warmup before",
+            "flexmask: FLASH does not run calls of this kind (%s): they were not checked before, and no check can run here (in "
+            "torch.compile, a CUDA-graph capture, a dispatch mode, a torch.func transform or an export). Call flexmask.warmup "
+            "first",
             key[2],
         )

@@ -47,7 +47,7 @@ def run_flex_attention(
     if on_cpu:
         # where no log-sum-exp can rescale the output
         sinks = None if sinks is None else captured(sinks.float().contiguous())
-        key, value, block_mask, ends = with_key_behind(key, value, block_mask)
+        key, value, block_mask, ends = with_added_key(key, value, block_mask)
     numbers = (query.shape[1], key.shape[1], head_dim, value.shape[3], block_mask.BLOCK_SIZE, scale, softcap)
     tiles = None if options is None else tuple(options.items())
     needs_lse = return_lse or (sinks is not None and not on_cpu)
@@ -89,12 +89,13 @@ def _flex_attention(
 
     def cap_to_the_end(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         assert ends is not None
+        kv_end, added_position = ends
         score = capped(score, softcap)
         # the kernel's maximum drops NaN, and with it the row's whole block; of infinity its softmax makes NaN. Not isnan, which
         # Inductor computes one by one
         score = torch.where(score == score, score, math.inf)
-        behind = -math.inf if sinks is None else torch.where(kv_idx == ends[1][b], sinks[h], -math.inf)
-        return torch.where(kv_idx < ends[0][b], score, behind)
+        added_score = -math.inf if sinks is None else torch.where(kv_idx == added_position[b], sinks[h], -math.inf)
+        return torch.where(kv_idx < kv_end[b], score, added_score)
 
     score_mod = cap_to_the_end if ends is not None else None if softcap is None else cap
     enable_gqa = query.shape[1] != key.shape[1]
@@ -133,19 +134,19 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     return (out * share).to(out.dtype) if needs_grad else out.mul_(share)
 
 
-def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask, tuple[Tensor, Tensor]]:
-    """Copies of key, value and mask with one more key, of value 0, at the start of the next block; the number of keys, its place.
+def with_added_key(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[Tensor, Tensor, BlockMask, tuple[Tensor, Tensor]]:
+    """Copies of key, value and mask with one more key, of value 0, at the start of the next block; kv_len and its position.
 
     Every query block lists this block last, as full. The key carries the sinks. On CPUs it also makes the kernel subtract a row's
     largest score so far from itself, so that an infinite score becomes NaN.
     """
     kv_len, block_size = key.shape[2], block_mask.BLOCK_SIZE[1]
     next_block = num_blocks(kv_len, block_size)
-    end, last = (captured_number(n, key.shape[0], key.device) for n in (kv_len, next_block * block_size))
+    kv_end, added_position = (captured_number(n, key.shape[0], key.device) for n in (kv_len, next_block * block_size))
     visible = block_mask.mask_mod
 
     def visible_before_end(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return (kv_idx < end[b]) & visible(b, h, q_idx, torch.minimum(kv_idx, end[b] - 1))
+        return (kv_idx < kv_end[b]) & visible(b, h, q_idx, torch.minimum(kv_idx, kv_end[b] - 1))
 
     visible_before_end.__name__ = visible.__name__
     full_counts, full_indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
@@ -154,7 +155,7 @@ def with_key_behind(key: Tensor, value: Tensor, block_mask: BlockMask) -> tuple[
     lists = (block_mask.kv_num_blocks, F.pad(block_mask.kv_indices, (0, 1)), full_counts + 1, full_indices)
     added_keys = next_block * block_size + 1 - kv_len
     longer = block_mask_from_lists(lists, visible_before_end, block_size, (block_mask.seq_lengths[0], kv_len + added_keys))
-    return F.pad(key, (0, 0, 0, added_keys)), F.pad(value, (0, 0, 0, added_keys)), longer, (end, last)
+    return F.pad(key, (0, 0, 0, added_keys)), F.pad(value, (0, 0, 0, added_keys)), longer, (kv_end, added_position)
 
 
 def in_key_tiles(mask: BlockMask, tile: int) -> BlockMask:

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 # whole numbers on which no kernel is specialized: all but strides, whose divisibility wide loads need
 DO_NOT_SPECIALIZE = (
     "q_len", "kv_len", "num_heads", "num_kv_heads", "heads", "num_q_blocks", "num_kv_blocks", "num_chunks", "blocks", "length",
-    "distance_limit", "gamma_bits", "nearest", "cap", "floor", "digit_pass", "page_size", "skipped", "cached_len", "parts",
+    "distance_limit", "gamma_bits", "nearest", "cap", "min_lines", "digit_pass", "page_size", "skipped", "cached_len", "parts",
     "rows", "blocks_per_program",
 )  # fmt: skip
 # Triton's compiled kernels take all arguments, constexprs included, since a release between 3.1 (does not) and 3.6 (tested); in
@@ -51,6 +51,15 @@ class Launch(NamedTuple):
     compiled: Compiled | None  # None: Triton analyses each launch
 
 
+class _Positions(NamedTuple):
+    """Positions of a kernel's arguments, the same in all launches."""
+
+    tensors: list[int]
+    specialized: list[int]  # integers
+    numbers: list[int]  # integers on which the kernel is not specialized
+    constants: list[int]
+
+
 LAUNCH_SINK: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_launch_sink", default=None)
 """Gets this thread's launches, while `flexmask.kernels.replay` captures those of a selection."""
 
@@ -58,16 +67,16 @@ LAUNCH_SINK: ContextVar[Callable[[Launch], None] | None] = ContextVar("flexmask_
 class Kernel:
     """A Triton kernel, launched as ``kernel[grid](*arguments, **constants)``: every argument, constants by name.
 
-    Triton analyses the arguments of each launch, which takes longer than all the rest. This class finds the compiled kernel by
-    what Triton specializes on: dtypes and alignments of tensors, constants, and of other numbers whether they are 1, multiples of
-    16, or need 64 bits. A launch that was seen before goes to the compiled launcher; with profilers' hooks Triton launches.
+    Triton analyses the arguments of each launch, which takes longer than the launch itself. This class finds the compiled kernel
+    by what Triton specializes on: dtypes and alignments of tensors, constants, and of other numbers whether they are 1, multiples
+    of 16, or need 64 bits. A launch that was seen before goes to the compiled launcher; with profilers' hooks Triton launches.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.jit = triton.jit(function, do_not_specialize=list(DO_NOT_SPECIALIZE))
         self.launched_directly = _COMPILED_TAKE_ALL and isinstance(self.jit, JITFunction)
         self._parameters = self.jit.params if self.launched_directly else []
-        self._positions: tuple[list[int], ...] | None = None
+        self._positions: _Positions | None = None
         self._compiled: dict[Hashable, Compiled] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -83,24 +92,24 @@ class Kernel:
             sink(Launch(self, grid, arguments, constants, self._run(grid, arguments, constants)))
 
     def _run(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled | None:
-        if self.launched_directly and arguments[0].is_cuda and not is_watched():
+        if self.launched_directly and arguments[0].is_cuda and not has_launch_hooks():
             return self._launch_directly(grid, arguments, constants)
         self.jit[grid](*arguments, **constants)
         return None
 
     def _launch_directly(self, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Compiled:
-        tensors, specialized, numbers, constant = self._positions or self._sort(arguments)
+        at = self._positions or self._find_positions(arguments)
         device, passed = arguments[0].get_device(), list(arguments)
-        for i in tensors:
+        for i in at.tensors:
             passed[i] = arguments[i].data_ptr()
         values = tuple(constants.values())
         key = (
             device,
-            *[arguments[i].dtype for i in tensors],
-            _alignment([passed[i] for i in tensors]),
-            _divisibility([passed[i] for i in specialized]),
-            *[passed[i] < 2**31 for i in numbers],
-            *[passed[i] for i in constant],
+            *[arguments[i].dtype for i in at.tensors],
+            _alignment([passed[i] for i in at.tensors]),
+            _divisibility([passed[i] for i in at.specialized]),
+            *[passed[i] < 2**31 for i in at.numbers],
+            *[passed[i] for i in at.constants],
             values,
         )
         compiled = self._compiled.get(key)
@@ -115,17 +124,15 @@ class Kernel:
             compiled.launch(grid, driver.active.get_current_stream(device), passed)
         return compiled
 
-    def _sort(self, arguments: tuple[Any, ...]) -> tuple[list[int], ...]:
-        """Positions of tensors, of integers (specialized on or not) and of constants, the same in all launches."""
-        positions: tuple[list[int], ...] = ([], [], [], [])
-        tensors, specialized, numbers, constant = positions
+    def _find_positions(self, arguments: tuple[Any, ...]) -> _Positions:
+        positions = _Positions([], [], [], [])
         for i, (parameter, x) in enumerate(zip(self._parameters, arguments, strict=False)):
             if parameter.is_constexpr:
-                constant.append(i)
+                positions.constants.append(i)
             elif isinstance(x, Tensor):
-                tensors.append(i)
+                positions.tensors.append(i)
             elif isinstance(x, int):
-                (numbers if parameter.do_not_specialize else specialized).append(i)
+                (positions.numbers if parameter.do_not_specialize else positions.specialized).append(i)
         self._positions = positions  # whole, for other threads
         return positions
 
@@ -144,7 +151,7 @@ def _divisibility(numbers: list[int]) -> Hashable:
     return (bits % 16 == 0 and bits < 2**31) or tuple([(n < 2**31, n % 16 == 0, n == 1) for n in numbers])
 
 
-def is_watched() -> bool:
+def has_launch_hooks() -> bool:
     """True if a profiler wants to see every launch."""
     knobs = getattr(triton, "knobs", None)  # since Triton 3.4, where a hook is a function or None
     hooks = () if knobs is None else (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)

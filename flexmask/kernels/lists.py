@@ -9,7 +9,6 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.base.selection import BlockLists, ChosenBlocks
 from flexmask.kernels.launch import kernel, next_power_of_2
-from flexmask.kernels.representative import RepresentativeSums
 from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
 
 _TILE = 128
@@ -18,7 +17,7 @@ _MAX_NEAREST = 2**30  # keeps offsets within int32
 
 @kernel
 def _lists_kernel(
-    kept,  # int8
+    kept_lines,  # int8
     active,  # read if HAS_ACTIVE
     chosen,  # int8, read in active heads if HAS_CHOSEN
     q_edges, kv_edges,
@@ -41,7 +40,7 @@ def _lists_kernel(
     last_row_block = last_row // BLOCK_SIZE
     end = tl.minimum(last_row_block + 1, num_kv_blocks)
     p_kv_edges = kv_edges_of(kv_edges, batch, num_kv_blocks)
-    p_vertical = kept + head * num_kv_blocks
+    p_vertical = kept_lines + head * num_kv_blocks
     p_slash = p_vertical + tl.num_programs(1) * num_kv_blocks
     adds_blocks = q_block >= 0
     if HAS_ACTIVE:
@@ -104,28 +103,27 @@ def _lists_kernel(
 
 def kept_blocks(
     problem: BlockProblem,
-    lines: Tensor,
+    kept_lines: Tensor,
     blocks: ChosenBlocks | None,
     nearest: int = 0,
-    dense_rows: RepresentativeSums | None = None,
+    dense_rows: Tensor | None = None,
 ) -> tuple[BlockLists, Tensor | None]:
     """Steps 4 and 5, as `flexmask.plain.kept_blocks`; the map only if `problem.with_map`."""
     inputs, geometry, with_keep = problem.inputs, problem.kernel_geometry, problem.with_map
-    batch, num_heads, num_kv_blocks = lines.shape[1:]
+    batch, num_heads, num_kv_blocks = kept_lines.shape[1:]
     num_q_blocks = geometry.q_edges.shape[2]
     shape = (batch, num_heads, num_q_blocks)
-    partial_count, full_count = (lines.new_empty(shape, dtype=torch.int32) for _ in range(2))
-    partial_indices, full_indices = (lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
-    keep = lines.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
+    partial_count, full_count = (kept_lines.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    partial_indices, full_indices = (kept_lines.new_empty((*shape, num_kv_blocks), dtype=torch.int32) for _ in range(2))
+    keep = kept_lines.new_empty((*shape, num_kv_blocks), dtype=torch.bool) if with_keep else None
     chosen, active_heads = (None, None) if blocks is None else blocks
-    rows = None if dense_rows is None else dense_rows.rows
     _lists_kernel[(num_q_blocks, batch * num_heads)](
-        lines, lines if active_heads is None else active_heads, lines if chosen is None else chosen, geometry.q_edges,
-        geometry.kv_edges, geometry.q_edges if rows is None else rows, partial_count, partial_indices, full_count, full_indices,
-        full_count if keep is None else keep, min(nearest, _MAX_NEAREST), num_heads, num_q_blocks, num_kv_blocks,
-        inputs.key.shape[2], inputs.distance_limit,
-        BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=lines.shape[0] == 2, HAS_CHOSEN=chosen is not None,
-        HAS_ACTIVE=active_heads is not None, HAS_DENSE_ROWS=rows is not None, PADDED_SIZE=next_power_of_2(problem.block_size),
-        WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
+        kept_lines, kept_lines if active_heads is None else active_heads, kept_lines if chosen is None else chosen,
+        geometry.q_edges, geometry.kv_edges, geometry.q_edges if dense_rows is None else dense_rows, partial_count,
+        partial_indices, full_count, full_indices, full_count if keep is None else keep, min(nearest, _MAX_NEAREST), num_heads,
+        num_q_blocks, num_kv_blocks, inputs.key.shape[2], inputs.distance_limit,
+        BLOCK_SIZE=problem.block_size, HAS_DIAGONALS=kept_lines.shape[0] == 2, HAS_CHOSEN=chosen is not None,
+        HAS_ACTIVE=active_heads is not None, HAS_DENSE_ROWS=dense_rows is not None,
+        PADDED_SIZE=next_power_of_2(problem.block_size), WRITE_KEEP=keep is not None, TILE=_TILE, num_warps=1,
     )  # fmt: skip
     return BlockLists(partial_count, partial_indices, full_count, full_indices), keep

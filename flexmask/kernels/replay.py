@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 from flexmask.base.inputs import PositionedInputs
 from flexmask.base.selection import BlockLists
-from flexmask.kernels.launch import LAUNCH_SINK, Launch, is_watched
+from flexmask.kernels.launch import LAUNCH_SINK, Launch, has_launch_hooks
 
 _ALLOCATES = ("aten::empty", "aten::new_empty")  # beginnings of names
 
@@ -46,7 +46,7 @@ class _Captured(NamedTuple):
     layouts: tuple[Any, ...]  # of the call's tensors
     allocations: list[tuple[torch.Size, torch.dtype]]  # memory that the selection allocates
     lists: list[int]  # indices of the four lists; allocations are counted after the call's tensors
-    direct: bool  # every launch is of a compiled kernel
+    all_compiled: bool  # every launch is of a compiled kernel
 
 
 class LaunchReplay:
@@ -63,7 +63,7 @@ class LaunchReplay:
     def lists(self, inputs: PositionedInputs, select: Callable[[], BlockLists]) -> BlockLists:
         """The lists that `select` makes for `inputs`."""
         call_tensors = [x for x in (inputs.query, inputs.key, inputs.value) if x is not None]
-        if self._captured is not None and not is_watched() and tuple(map(_layout, call_tensors)) == self._captured.layouts:
+        if self._captured is not None and not has_launch_hooks() and tuple(map(_layout, call_tensors)) == self._captured.layouts:
             return _replay(self._captured, call_tensors)
         self._calls += 1
         if self._calls != 2:  # the first call only counts: a plan that runs once never pays for a capture
@@ -133,9 +133,9 @@ def _capture(call_tensors: list[Tensor], select: Callable[[], BlockLists]) -> tu
     finally:
         LAUNCH_SINK.reset(token)
     list_indices = [index for index in map(capture.index_of, lists) if index is not None]
-    direct = all(entry.passed is not None for entry in capture.launches)
+    all_compiled = all(entry.passed is not None for entry in capture.launches)
     # Triton's own launches would take longer than what is left out; the interpreter has no others
-    if not capture.is_replayable or len(list_indices) < len(lists) or (call_tensors[0].is_cuda and not direct):
+    if not capture.is_replayable or len(list_indices) < len(lists) or (call_tensors[0].is_cuda and not all_compiled):
         return lists, None
     used = [{x.tensor for x in entry.tensors if x.tensor >= len(call_tensors)} for entry in capture.launches]
     launches = []
@@ -143,12 +143,12 @@ def _capture(call_tensors: list[Tensor], select: Callable[[], BlockLists]) -> tu
         between = used[place].difference(list_indices)
         first, last = between.difference(*used[:place]), between.difference(*used[place + 1 :])
         launches.append(entry._replace(first=tuple(first), last=tuple(last)))
-    return lists, _Captured(launches, tuple(map(_layout, call_tensors)), capture.allocations, list_indices, direct)
+    return lists, _Captured(launches, tuple(map(_layout, call_tensors)), capture.allocations, list_indices, all_compiled)
 
 
 def _replay(captured: _Captured, call_tensors: list[Tensor]) -> BlockLists:
     """Repeat the launches with other tensors of the call, and return their lists."""
-    stream = driver.active.get_current_stream(call_tensors[0].get_device()) if captured.direct else None
+    stream = driver.active.get_current_stream(call_tensors[0].get_device()) if captured.all_compiled else None
     tensors: list[Any] = [*call_tensors, *[None] * len(captured.allocations)]
 
     def allocate(indices: Iterable[int]) -> None:

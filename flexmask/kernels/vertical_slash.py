@@ -73,7 +73,7 @@ def diagonal_sums(
 @kernel
 def _lines_kernel(
     sums, norms, representative, kv_edges,
-    lines,  # float32
+    line_mass,  # float32
     num_heads, num_kv_blocks,
     BLOCK_SIZE: tl.constexpr, PADDED_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def _lines_kernel(
     p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
     m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0
     m_slash = tl.load(p_candidates + num_kv_blocks, mask=m_line, other=0) != 0
-    p_lines = lines + head * num_kv_blocks + o_line
+    p_lines = line_mass + head * num_kv_blocks + o_line
     tl.store(p_lines, tl.where(m_vertical, b_vertical, -1.0), mask=m_line)
     tl.store(p_lines + tl.num_programs(1) * num_kv_blocks, tl.where(m_slash, b_slash / num_rows, -1.0), mask=m_line)
 

@@ -192,9 +192,9 @@ def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
         for kind in (call._replace(direct=True), call, call):
             assert flash_verdict(kind, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
-        f"flexmask: FLASH was not checked before such calls ({call}) were made where no check can run (in torch.compile, a "
-        "CUDA-graph capture, a dispatch mode, a torch.func transform or an export), and does not support them: call "
-        "flexmask.warmup before"
+        f"flexmask: FLASH does not run calls of this kind ({call}): they were not checked before, and no check can run here (in "
+        "torch.compile, a CUDA-graph capture, a dispatch mode, a torch.func transform or an export). Call "
+        "flexmask.warmup first"
     ]
     assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
     with state():

@@ -44,9 +44,9 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
 def test_slices_of_rows_keep_to_the_limit_too():
     query, key = torch.randn(1, 2, 2000, 16), torch.randn(1, 1, 2000, 16)
     planned = functools.partial(flexmask.plan, query, key, key, "oracle", block_size=16, dense_below=0)
-    assert [group.selection.rows_per_slice for group in planned().groups] == [None]
+    assert [plan.prepared.rows_per_slice for plan in planned().group_plans] == [None]
     # a head in each of two groups, and 2,000 numbers for each of its rows
-    rows = [group.selection.rows_per_slice for group in planned(max_mask_bytes=2**20).groups]
+    rows = [plan.prepared.rows_per_slice for plan in planned(max_mask_bytes=2**20).group_plans]
     assert rows == [2**20 // 8 // (2000 * 16) * 16] * 2
 
 

@@ -194,7 +194,7 @@ def test_groups_of_one_size_share_the_lists(directly, processors):
     processors(48)
     case = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
     where = {"dense_below": 0, "gamma": 0.9, "block_size": SIZE, "min_budget": 0, "min_coverage": 0.0, "max_mask_bytes": 1}
-    groups = plan(case.query, case.key, case.value, **where).groups
+    groups = plan(case.query, case.key, case.value, **where).group_plans
     assert (
         len(groups) == 4 and groups[0].last_rows is not None and all(group.last_rows is groups[0].last_rows for group in groups)
     )

@@ -35,12 +35,12 @@ def problems(q_len=90, heads=2, sharpness=5.0, padded=True, **scores):
 @pytest.mark.parametrize("padded", [True, False])
 def test_the_most_blocks_seen(scores, padded):
     of_plain, of_kernels = problems(padded=padded, **scores)
-    assert torch.equal(of_kernels.kernel_geometry.max_seen.long(), of_plain.blocks_seen().amax(-1).expand(3))
+    assert torch.equal(of_kernels.kernel_geometry.max_seen.long(), of_plain.num_blocks_seen().amax(-1).expand(3))
     for tokens in (1, 111, 300):
         one, other = problems(padded=padded, prompt_len=tokens, **scores)
-        assert torch.equal(other.max_blocks_seen().long(), one.max_blocks_seen().expand(3))
+        assert torch.equal(other.max_num_blocks_seen().long(), one.max_num_blocks_seen().expand(3))
     # the short window's blocks are all in this chunk
-    assert torch.equal(other.max_blocks_seen()[:2], of_kernels.kernel_geometry.max_seen[:2]) == (scores.get("window") == 40)
+    assert torch.equal(other.max_num_blocks_seen()[:2], of_kernels.kernel_geometry.max_seen[:2]) == (scores.get("window") == 40)
 
 
 # float32 has no such number below 1

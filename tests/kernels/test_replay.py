@@ -193,7 +193,7 @@ def test_statistics_and_profilers_see_whole_selections(replayed, monkeypatch):
             selected(layers[0])
         inputs = attention_inputs(layers[1].query, layers[1].key).with_offset()
         assert "density" in select_blocks(prepared, inputs, statistics=("density",)).stats
-        monkeypatch.setattr(replay, "is_watched", lambda: True)
+        monkeypatch.setattr(replay, "has_launch_hooks", lambda: True)
         selected(layers[1])
     assert prepared.replay._captured is not None and not replayed
 
