@@ -13,7 +13,7 @@ from flexmask.block_masks.flexprefill.top_p_kernel import keep_top_p
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.representative import RepresentativeSums
 from flexmask.kernels.vertical_slash import line_mass
-from flexmask.kernels.visibility import kv_edges_of
+from flexmask.kernels.visibility import kv_edges_of, num_valid_keys_of
 
 
 @kernel
@@ -111,7 +111,7 @@ def _pattern_kernel(
     num_rows = tl.sum((b_row >= 0).to(tl.int32), 0)
 
     p_scores = estimate + head * num_kv_blocks
-    p_count = kv_edges_of(kv_edges, batch, num_kv_blocks) + 2 * num_kv_blocks
+    p_count = num_valid_keys_of(kv_edges_of(kv_edges, batch, num_kv_blocks), num_kv_blocks)
     o_lane = tl.arange(0, TILE)
     highest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)

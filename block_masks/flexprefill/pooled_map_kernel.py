@@ -12,7 +12,7 @@ from flexmask.base.selection import ChosenBlocks
 from flexmask.block_masks.flexprefill.map_top_p_kernels import top_p_map, top_p_rows
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
 from flexmask.kernels.pooling import query_means
-from flexmask.kernels.visibility import kv_edges_of, row_edges, sees
+from flexmask.kernels.visibility import kv_edges_of, num_valid_keys_of, row_edges, sees
 
 _ROWS = 16
 _COLUMNS = 64
@@ -32,7 +32,7 @@ def _scores(
     if HAS_SOFTCAP:
         b_score = soft_capped(b_score, softcap)
     b_last_valid_key = tl.load(kv_edges + o_kv, mask=m_kv, other=0)[None, :]
-    b_count = tl.load(kv_edges + 2 * num_kv_blocks + o_kv, mask=m_kv, other=0)
+    b_count = tl.load(num_valid_keys_of(kv_edges, num_kv_blocks) + o_kv, mask=m_kv, other=0)
     b_score = b_score * 1.4426950408889634 + tl.log2(tl.maximum(b_count, 1).to(tl.float32))[None, :]
     m_visible = sees(o_kv[None, :], b_first_valid_row, b_last_valid_row, b_last_valid_key, kv_len, distance_limit, BLOCK_SIZE)
     return tl.where(m_visible & m_kv[None, :] & (b_count > 0)[None, :], b_score, float("-inf"))

@@ -18,7 +18,7 @@ from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.pooling import split_key_means
 from flexmask.kernels.representative import RepresentativeSums
 from flexmask.kernels.vertical_slash import LINES_PER_PROGRAM, key_block_shares, load_rows
-from flexmask.kernels.visibility import kv_edges_of, q_edges_of
+from flexmask.kernels.visibility import candidates_of, kv_edges_of, q_edges_of
 
 _COLUMNS = 512  # key blocks at a time
 
@@ -58,7 +58,8 @@ def _key_blocks_kernel(
     # NaN must not be lost in a maximum
     b_largest = tl.where(tl.sum((b_shares != b_shares).to(tl.int32), 1) > 0, float("nan"), tl.max(b_shares, 1))
     m_kv = o_kv < num_kv_blocks
-    m_candidate = tl.load(kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_kv, mask=m_kv, other=0) != 0
+    p_candidates = candidates_of(kv_edges_of(kv_edges, batch, num_kv_blocks), num_kv_blocks)
+    m_candidate = tl.load(p_candidates + o_kv, mask=m_kv, other=0) != 0
     # NaN drops nothing
     m_keep = ((b_largest < threshold) == 0) & m_candidate
     tl.store(kept + head * num_kv_blocks + o_kv, m_keep.to(tl.int8), mask=m_kv)

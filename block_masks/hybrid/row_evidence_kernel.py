@@ -10,7 +10,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.block_masks.hybrid.plain import mean_and_least
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2, soft_capped
-from flexmask.kernels.visibility import kv_edges_of, q_edges_of
+from flexmask.kernels.visibility import kv_edges_of, num_valid_keys_of, q_edges_of
 
 # query rows of a program and their bytes, and bytes of a tile of key means that three stages hold: shared memory of consumer GPUs
 _ROWS = 128
@@ -137,10 +137,10 @@ def _evidence_kernel(
             for tile in tl.range(0, tiles - inner_tiles if is_edge else inner_tiles, num_stages=1 if is_edge else STAGES):
                 index = tile + tl.where(tile < first_inner, 0, inner_tiles) if is_edge else tile + first_inner
                 b_score, o_kv = _scores(
-                    b_q, p_means, begin + index * COLUMNS, p_kv_edges, p_kv_edges + 2 * num_kv_blocks, b_position, m_row, o_dim,
-                    num_kv_blocks, distance_limit, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS, HEAD_DIM=HEAD_DIM,
-                    PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP, MEAN_PARTS=MEAN_PARTS,
-                    HAS_TF32=HAS_TF32,
+                    b_q, p_means, begin + index * COLUMNS, p_kv_edges, num_valid_keys_of(p_kv_edges, num_kv_blocks), b_position,
+                    m_row, o_dim, num_kv_blocks, distance_limit, scale, to_log2, softcap, IS_EDGE=is_edge, COLUMNS=COLUMNS,
+                    HEAD_DIM=HEAD_DIM, PADDED_DIM=PADDED_DIM, BLOCK_SIZE=BLOCK_SIZE, HAS_SOFTCAP=HAS_SOFTCAP,
+                    MEAN_PARTS=MEAN_PARTS, HAS_TF32=HAS_TF32,
                 )  # fmt: skip
                 if is_second:
                     b_p = tl.exp2(b_score * (POWER * to_log2) - (POWER * b_log_total)[:, None])

@@ -9,7 +9,7 @@ from torch import Tensor
 from flexmask.base.blocks import BlockProblem
 from flexmask.kernels.launch import cdiv, kernel, next_power_of_2
 from flexmask.kernels.representative import RepresentativeSums
-from flexmask.kernels.visibility import KernelGeometry, kv_edges_of
+from flexmask.kernels.visibility import KernelGeometry, candidates_of, kv_edges_of
 
 LINES_PER_PROGRAM = 8
 
@@ -85,7 +85,7 @@ def _lines_kernel(
     b_vertical = tl.sum(b_shares, 1) / num_rows
     b_slash = diagonal_sums(sums, b_base, b_factor, b_own, head, o_line[:, None], num_kv_blocks, BLOCK_SIZE, PADDED_SIZE)
     m_line = o_line < num_kv_blocks
-    p_candidates = kv_edges_of(kv_edges, batch, num_kv_blocks) + 3 * num_kv_blocks + o_line
+    p_candidates = candidates_of(kv_edges_of(kv_edges, batch, num_kv_blocks), num_kv_blocks) + o_line
     m_vertical = tl.load(p_candidates, mask=m_line, other=0) != 0
     m_slash = tl.load(p_candidates + num_kv_blocks, mask=m_line, other=0) != 0
     p_lines = line_mass + head * num_kv_blocks + o_line

@@ -215,6 +215,18 @@ def kv_edges_of(kv_edges, batch, num_kv_blocks):
 
 
 @triton.jit
+def num_valid_keys_of(p_kv_edges, num_kv_blocks):
+    """The plane with the numbers of valid keys."""
+    return p_kv_edges + 2 * num_kv_blocks
+
+
+@triton.jit
+def candidates_of(p_kv_edges, num_kv_blocks):
+    """The planes of candidates: key blocks, then block diagonals."""
+    return p_kv_edges + 3 * num_kv_blocks
+
+
+@triton.jit
 def row_edges(q_edges, batch, num_q_blocks, o_q, m_q):
     """last_row, first_row, first_valid_row, last_valid_row and last_whole_key of query blocks, -1 outside `m_q`.
 
