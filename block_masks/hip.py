@@ -29,7 +29,8 @@ class Hip(Method):
     Parameters
     ----------
     topk_blocks
-        Blocks, >= 1, that the descent ends with. Default 16 (2048 tokens in blocks of 128: the second version's last stage).
+        Blocks, >= 1, per query block that the descent ends with. Default 16 (2048 tokens in blocks of 128: the second version's
+        last stage).
     sink_blocks
         Blocks, >= 0. Default 2 (256 tokens, second version).
     window_blocks

@@ -68,9 +68,8 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     read_fields(cls)
     other = METHODS.get(name)
     # a module may be imported again
-    if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-        owner = f"{other.__module__}.{other.__qualname__}"
-        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {owner}")
+    if other is not None and _definition(other) != _definition(cls):
+        raise ValueError(f"{function_name} must have another name: method {name!r} is that of {_definition(other)}")
     option_fields = [each for each in fields(cls) if each.name in cls.defaults]
     positional = [each.name for each in option_fields if not each.kw_only]
 
@@ -129,6 +128,11 @@ def mask_function(name: str, cls: type[Method]) -> MaskFunction:
     return cast(MaskFunction, make_mask)
 
 
+def _definition(cls: type[Method]) -> str:
+    """The class or function that defines a method, with its module."""
+    return f"{cls.__module__}.{vars(cls).get('defined_as', cls.__qualname__)}"
+
+
 def method(choose: Callable[..., Any]) -> MaskFunction:
     """Turn ``<name>_mask(problem, **options)`` into a mask function of query and key, and a method of that name.
 
@@ -146,8 +150,8 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
     -------
     callable
         ``<name>_mask(query, key, *options, block_size=128, scale=None, ...)``, which checks its arguments as
-        `flexmask.flexprefill_mask` does, and has a `Method` as its attribute ``method``. Methods with checks of their own, or
-        with kernels, are classes (`mask_function`).
+        `flexmask.flexprefill_mask` does, and has a `Method` as its attribute ``method``, which pickles if its module has the
+        function under the name ``<name>_mask``. Methods with checks of their own, or with kernels, are classes (`mask_function`).
 
     Raises
     ------
@@ -172,6 +176,8 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         "__module__": choose.__module__,
         # where pickle finds the class
         "__qualname__": f"{choose.__qualname__.removesuffix('_mask')}_mask.method",
+        "defined_as": choose.__qualname__,
+        "__repr__": lambda self: f"{name}({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in fields(self))})",
         "__doc__": inspect.getdoc(choose),
     }
     cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)

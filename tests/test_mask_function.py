@@ -107,7 +107,9 @@ class FirstBlock(every_nth_mask.method):  # type: ignore[misc, name-defined]
 def test_methods_pickle_as_their_class(cls):
     made = cls(block_size=64)
     again = pickle.loads(pickle.dumps(made))
-    assert type(again) is cls and vars(again) == vars(made)
+    assert type(again) is cls and vars(again) == vars(made) and repr(again) == repr(made)
+    printed = repr(made).partition("(")[0]
+    assert printed.replace("_", "").lower() in (made.name.replace("_", ""), cls.__name__.lower())
 
 
 def test_settings_and_plans_pickle():
@@ -132,9 +134,15 @@ def test_a_name_belongs_to_one_function():
     class EveryNth(Method):
         """In the same module under the name that the function's class has."""
 
-    EveryNth.__qualname__, EveryNth.__module__ = "every_nth", __name__
-    with pytest.raises(ValueError, match=rf"method 'every_nth' is that of {re.escape(__name__)}.every_nth_mask"):
+    EveryNth.__qualname__, EveryNth.__module__ = METHODS["every_nth"].__qualname__, __name__
+    with pytest.raises(ValueError, match=rf"method 'every_nth' is that of {re.escape(__name__)}.every_nth_mask$"):
         mask_function("every_nth", EveryNth)
+
+    def every_nth(problem: BlockProblem) -> None: ...
+
+    every_nth.__qualname__ = "every_nth"  # whose class has the qualified name of every_nth_mask's
+    with pytest.raises(ValueError, match=rf"method 'every_nth' is that of {re.escape(__name__)}.every_nth_mask$"):
+        method(every_nth)
     assert METHODS["every_nth"].defaults == {"n": 2}
     # as a module that is imported again
     first, again = method(other_mask).method, method(other_mask).method
