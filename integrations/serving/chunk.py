@@ -37,7 +37,7 @@ class SparseRequest:
 
 
 def attend_chunk(
-    layer: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None,
+    role: SparseLayer, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None,
     request: SparseRequest | None = None, statistics: tuple[str, ...] = (), with_counts: bool = False, out: Tensor | None = None,
 ) -> AttentionResult:  # fmt: skip
     """Causal attention of a chunk whose last row is at the last key, at any length, with the results of `Plan.attend`.
@@ -49,15 +49,15 @@ def attend_chunk(
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
     request = request or SparseRequest(0, 0, query.shape[0], key.shape[1])
-    kind = (layer.kind, query.dtype)
+    kind = (role.kind, query.dtype)
     plan = request.plans.get(kind)
     if plan is None:
         # otherwise it has no effect
         prompt_len = request.prompt_len if (request.prompt_len or 0) > key.shape[1] else None
-        geometry: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "window": layer.window}
+        geometry: dict[str, Any] = {"scale": role.scale, "softcap": role.softcap, "window": role.window}
         inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len, **geometry)
         # at any length, because the split of the step has already decided
-        plan = plan_call(inputs, layer.method.for_inputs(inputs), layer.call_options, at_any_length=True)
+        plan = plan_call(inputs, role.method.for_inputs(inputs), role.call_options, at_any_length=True)
         plan = request.plans[kind] = plan.without_tensors().with_replay()
     else:
         # one chunk and one kind of layer: the inputs fit the plan

@@ -66,14 +66,14 @@ class Counters:
         """The statistics that this step's calls compute."""
         return SAMPLED_STATISTICS if self._samples_heads else ()
 
-    def add_call(self, layer: SparseLayer, attended: AttentionResult, rows: int, seq_len: int, names_heads: bool = True) -> None:
+    def add_call(self, role: SparseLayer, attended: AttentionResult, rows: int, seq_len: int, names_heads: bool = True) -> None:
         """Add the density of a call whose `rows` rows end at `seq_len` tokens; with `names_heads` the log may name its heads."""
         # calls are weighted by their pairs, and nothing here waits for the device
         pairs, counts = CallSize(1, rows, seq_len).pairs, attended.counts
         with self._lock:
             self._pairs += pairs
             if counts:
-                visible = visible_blocks(rows, seq_len, layer.method.block_size, layer.window)
+                visible = visible_blocks(rows, seq_len, role.method.block_size, role.window)
                 lists = sum(group_counts.shape[1] for group_counts in counts) // 2
                 self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
             else:
@@ -81,7 +81,7 @@ class Counters:
             if sum(map(len, self._counts.values())) >= _MAX_COUNTS:
                 self._add_counts()
             if names_heads and self._samples_heads and attended.stats is not None:
-                self._heads.setdefault(layer.layer_index, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
+                self._heads.setdefault(role.layer_index, LayerTotals()).add([RecordedCall(attended.stats, None, 0, CallSize())])
 
     def _add_counts(self) -> None:
         # one sum over all layers: a launch per layer would take longer

@@ -89,9 +89,9 @@ class Engine:
         sinks: Tensor | None = None, is_counted: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of a request's chunk, in `out` if given; shapes as in `attend_chunk`, inputs from `concat_cached`."""
-        with_counts, layer = self.options.count_density, role.with_gamma(request.gamma)
+        with_counts, requested = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if with_counts else ()
-        attended = attend_chunk(layer, query, key, value, sinks, request, statistics, with_counts=with_counts, out=out)
+        attended = attend_chunk(requested, query, key, value, sinks, request, statistics, with_counts=with_counts, out=out)
         if with_counts and is_counted:
             self.counters.add_call(role, attended, query.shape[0], key.shape[1], names_heads=request.gamma is None)
         if out is None:

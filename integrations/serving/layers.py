@@ -45,7 +45,7 @@ class LayerShape:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SparseLayer(LayerShape):
-    """A layer on this rank whose long prefills run sparse, with its method and call options."""
+    """The role of a layer on this rank whose long prefills run sparse: its shape, method and call options."""
 
     layer_index: int  # in the model
     method: Method
@@ -60,7 +60,7 @@ class SparseLayer(LayerShape):
 
     @functools.cached_property
     def kind(self) -> tuple[Any, ...]:
-        """A layer's shape, method and options, by which layers share plans."""
+        """Shape, method and options, by which layers share plans."""
         return (*self._fixed, *self.method.options.items())
 
     @property
@@ -68,7 +68,7 @@ class SparseLayer(LayerShape):
         return (*(getattr(self, field.name) for field in fields(LayerShape)), self.method.name, self.method.block_size)
 
     def with_gamma(self, gamma: float | None) -> SparseLayer:
-        """The layer with one gamma for all heads, for which nothing is compiled again; None: the layer itself."""
+        """The role with one gamma for all heads, for which nothing is compiled again; None: the role itself."""
         return self if gamma is None else _with_gamma(self, gamma)
 
 
@@ -83,8 +83,8 @@ Role = SparseLayer | Stock
 
 
 @functools.lru_cache(maxsize=1024)  # for recent requests: a new object would compute its `kind` again in each step
-def _with_gamma(layer: SparseLayer, gamma: float) -> SparseLayer:
-    return replace(layer, method=layer.method.with_options(gamma=gamma))
+def _with_gamma(role: SparseLayer, gamma: float) -> SparseLayer:
+    return replace(role, method=role.method.with_options(gamma=gamma))
 
 
 def role_of_shape(shape: LayerShape, layer_index: int, settings: PrefillSettings, rank: int = 0, ranks: int = 1) -> Role:
@@ -94,11 +94,11 @@ def role_of_shape(shape: LayerShape, layer_index: int, settings: PrefillSettings
     if reason is not None:
         return Stock(reason)
     method = fitted_to_heads(settings.layer_method(layer_index), shape.num_heads * ranks, f"layer {layer_index}: ")
-    layer = SparseLayer(
+    role = SparseLayer(
         **vars(shape),
         layer_index=layer_index,
         method=method.slice_heads(slice(rank * shape.num_heads, (rank + 1) * shape.num_heads)),
         call_options=call_options,
     )
-    reason = policy.selection_reason(layer.keeps_every_block_by_head(layer.method))
-    return layer if reason is None else Stock(reason)
+    reason = policy.selection_reason(role.keeps_every_block_by_head(role.method))
+    return role if reason is None else Stock(reason)

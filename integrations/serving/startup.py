@@ -38,9 +38,9 @@ def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, mi
     return line
 
 
-def _method_summary(layers: Iterable[SparseLayer]) -> str:
+def _method_summary(roles: Iterable[SparseLayer]) -> str:
     """As in "hybrid, gamma 0.9, min_budget 1024": the options that may differ by head, and those that are not the default."""
-    methods = [layer.method for layer in layers]
+    methods = [role.method for role in roles]
     first = methods[0]
     parts = [first.name]
     for name, default in first.defaults.items():
@@ -54,25 +54,25 @@ def _method_summary(layers: Iterable[SparseLayer]) -> str:
     return ", ".join(parts)
 
 
-def warm_up(layers: Iterable[SparseLayer], largest: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> float:
-    """Compile for each variant of the layers; return the seconds that it took."""
+def warm_up(roles: Iterable[SparseLayer], largest: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> float:
+    """Compile for each variant of the roles; return the seconds that it took."""
     start = time.perf_counter()
-    for layer in _variants(layers):
-        for size in warm_sizes(layer, largest, device):
+    for role in _variants(roles):
+        for size in warm_sizes(role, largest, device):
             for statistics in ((), SAMPLED_STATISTICS) if count_density else ((),):
-                call_of_size(layer, size, device, dtype, statistics)
+                call_of_size(role, size, device, dtype, statistics)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
-def reserve(layers: Iterable[SparseLayer], size: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> None:
+def reserve(roles: Iterable[SparseLayer], size: Size, device: torch.device, dtype: torch.dtype, count_density: bool) -> None:
     """Make the largest call on CUDA, with memory allocated as for the gathered keys and values."""
-    for layer in _variants(layers):
+    for role in _variants(roles):
         # an upper bound: the gathered rows are freed before attention runs. The call's random query takes as much memory as the
         # contiguous, dequantized copy of a chunk's queries
-        rows = torch.empty(size[1], layer.num_kv_heads, 2 * layer.head_dim, dtype=dtype, device=device)
-        call_of_size(layer, size, device, dtype, SAMPLED_STATISTICS if count_density else ())
+        rows = torch.empty(size[1], role.num_kv_heads, 2 * role.head_dim, dtype=dtype, device=device)
+        call_of_size(role, size, device, dtype, SAMPLED_STATISTICS if count_density else ())
         del rows
     torch.cuda.synchronize(device)
 
@@ -86,51 +86,51 @@ def peak_memory_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def call_of_size(
-    layer: SparseLayer, size: Size, device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
+    role: SparseLayer, size: Size, device: torch.device, dtype: torch.dtype, statistics: tuple[str, ...] = ()
 ) -> Tensor:
     """Attention of random rows, whose kernels it compiles."""
     rows, seq_len = size
     random = torch.Generator(device).manual_seed(0)
-    query = torch.randn(rows, layer.num_heads, layer.head_dim, dtype=dtype, device=device, generator=random)
+    query = torch.randn(rows, role.num_heads, role.head_dim, dtype=dtype, device=device, generator=random)
     key, value = (
-        torch.randn(layer.num_kv_heads, seq_len, width, dtype=dtype, device=device, generator=random)
-        for width in (layer.head_dim, layer.v_head_dim)
+        torch.randn(role.num_kv_heads, seq_len, width, dtype=dtype, device=device, generator=random)
+        for width in (role.head_dim, role.v_head_dim)
     )
-    sinks = torch.zeros(layer.num_heads, dtype=dtype, device=device) if layer.has_sinks else None
-    return attend_chunk(layer, query, key, value, sinks, statistics=statistics).out
+    sinks = torch.zeros(role.num_heads, dtype=dtype, device=device) if role.has_sinks else None
+    return attend_chunk(role, query, key, value, sinks, statistics=statistics).out
 
 
-def _variants(layers: Iterable[SparseLayer]) -> list[SparseLayer]:
-    """One layer of each variant."""
-    return list({layer.variant: layer for layer in layers}.values())
+def _variants(roles: Iterable[SparseLayer]) -> list[SparseLayer]:
+    """One role of each variant."""
+    return list({role.variant: role for role in roles}.values())
 
 
-def warm_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
-    """Sizes of prompts and chunks that compile all kernels of a layer; long ones do not exceed `largest`."""
-    block = layer.method.block_size
+def warm_sizes(role: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
+    """Sizes of prompts and chunks that compile all kernels of a role; long ones do not exceed `largest`."""
+    block = role.method.block_size
     sizes = [(rows, length) for length in LENGTHS for rows in (length, length // 2)]
     # chunks of one block, whose size torch compiles as a constant, and chunks below `_SHORT`
     short = [block] if block >= _SHORT else [block, _SHORT - 1]
     sizes += [(rows, LENGTHS[0]) for rows in short] + [
-        (rows, rows) for rows in short if rows >= layer.call_options.policy.dense_below
+        (rows, rows) for rows in short if rows >= role.call_options.policy.dense_below
     ]
     if device.type == "cuda":
         longest = [min(blocks * block, largest[1]) for blocks in MANY_BLOCKS]
         sizes += [(min(rows, largest[0]), length) for length in longest for rows in (length, length // 2)]
-        sizes += grouped_sizes(layer, largest, device)
+        sizes += grouped_sizes(role, largest, device)
     return list(dict.fromkeys(sizes))
 
 
-def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
+def grouped_sizes(role: SparseLayer, largest: Size, device: torch.device) -> list[Size]:
     """Two sizes of long calls for each number of heads per mask: torch compiles the first for its size, the second for all."""
-    block, (max_rows, longest) = layer.method.block_size, largest
+    block, (max_rows, longest) = role.method.block_size, largest
     by_kind: dict[tuple[int, bool], list[Size]] = {}
     step = max(longest // _STEPS, 2 * block)
     for seq_len in range(longest, 4 * block, -step):
         whole = [(seq_len, seq_len)] if seq_len <= max_rows else []
         for size in (*whole, (min(max_rows, seq_len - 2 * block), seq_len)):
-            heads = heads_per_mask(layer, size, device)
-            if heads < layer.num_heads:
+            heads = heads_per_mask(role, size, device)
+            if heads < role.num_heads:
                 by_kind.setdefault((heads, size[0] == seq_len), []).append(size)
     calls = []
     for sizes in by_kind.values():
@@ -141,8 +141,8 @@ def grouped_sizes(layer: SparseLayer, largest: Size, device: torch.device) -> li
     return calls
 
 
-def heads_per_mask(layer: SparseLayer, size: Size, device: torch.device) -> int:
+def heads_per_mask(role: SparseLayer, size: Size, device: torch.device) -> int:
     """Query heads whose masks exist at one time in a call, by `max_mask_bytes`."""
-    inputs = layer.inputs_of(*size, device)
-    group = layer.method.for_inputs(inputs).groups(inputs, layer.call_options.max_mask_bytes)[0]
+    inputs = role.inputs_of(*size, device)
+    group = role.method.for_inputs(inputs).groups(inputs, role.call_options.max_mask_bytes)[0]
     return group.query_heads.stop - group.query_heads.start

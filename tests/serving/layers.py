@@ -1,4 +1,4 @@
-"""A layer of grouped-query attention, as an engine has it."""
+"""The role of a layer of grouped-query attention, as an engine has it."""
 
 import torch
 
@@ -10,7 +10,7 @@ SPARSE = {"gamma": 0.7, "block_size": 32, "min_budget": 0, "min_coverage": 0.0, 
 CPU = torch.device("cpu")
 
 
-def layer_of(shape=SHAPE, number=0, **options):
+def sparse_role(shape=SHAPE, number=0, **options):
     found = role_of_shape(shape, number, PrefillSettings(**options))
     assert isinstance(found, SparseLayer)
     return found

@@ -11,7 +11,7 @@ from flexmask.integrations.serving import chunk as chunk_module
 from flexmask.integrations.serving.chunk import SparseRequest, attend_chunk, concat_cached
 from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
 from flexmask.integrations.serving.startup import warm_up
-from tests.serving.layers import CPU, SHAPE, SPARSE, layer_of
+from tests.serving.layers import CPU, SHAPE, SPARSE, sparse_role
 
 
 def chunk(rows, tokens=420):
@@ -24,28 +24,28 @@ def by_the_core(query, key, value, **options):
 
 @pytest.mark.attention
 def test_calls_after_the_warm_up_are_the_core_s_and_compile_nothing():
-    layer = layer_of(**SPARSE)
+    role = sparse_role(**SPARSE)
     with torch.inference_mode():
-        assert warm_up([layer, layer], (600, 2000), CPU, torch.float32, True) > 0
+        assert warm_up([role, role], (600, 2000), CPU, torch.float32, True) > 0
         compiled = dynamo_counters["stats"]["unique_graphs"]
         for rows in (150, 420, 32):  # a chunk, a prompt, a chunk of one block
             given = chunk(rows)
-            ours = attend_chunk(layer, *given, statistics=SAMPLED_STATISTICS)
+            ours = attend_chunk(role, *given, statistics=SAMPLED_STATISTICS)
             expected, stats = by_the_core(*given, dense_below=0, **SPARSE)
             torch.testing.assert_close(ours.out.transpose(0, 1), expected[0])
             for name in SAMPLED_STATISTICS:
                 torch.testing.assert_close(getattr(ours.stats, name), getattr(stats, name))
             assert ours.stats.density.mean() < 0.9
-            assert attend_chunk(layer, *given).stats is None
+            assert attend_chunk(role, *given).stats is None
     assert dynamo_counters["stats"]["unique_graphs"] == compiled
 
 
 @pytest.mark.attention
 @pytest.mark.usefixtures("without_kernel")
 def test_a_chunk_selects_by_the_length_of_its_prompt():
-    layer, given = layer_of(**SPARSE), chunk(150)
+    role, given = sparse_role(**SPARSE), chunk(150)
     requests = [SparseRequest(0, 0, 150, 420, tokens) for tokens in (None, 420, 4200)]
-    found = [attend_chunk(layer, *given, request=each, statistics=("density",)).stats for each in requests]
+    found = [attend_chunk(role, *given, request=each, statistics=("density",)).stats for each in requests]
     expected = by_the_core(*given, dense_below=0, prompt_len=4200, **SPARSE)[1]
     assert torch.equal(found[2].density, expected.density)
     assert torch.equal(found[0].density, found[1].density) and (found[1].density < expected.density).all()
@@ -54,15 +54,15 @@ def test_a_chunk_selects_by_the_length_of_its_prompt():
 @pytest.mark.attention
 @pytest.mark.usefixtures("without_kernel")
 def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
-    layers = [layer_of(**SPARSE), layer_of(**SPARSE), layer_of(**{**SPARSE, "gamma": 0.5})]
+    roles = [sparse_role(**SPARSE), sparse_role(**SPARSE), sparse_role(**{**SPARSE, "gamma": 0.5})]
     made, request = [], SparseRequest(0, 0, 150, 420)
     plan_call = chunk_module.plan_call
     monkeypatch.setattr(chunk_module, "plan_call", lambda *given, **named: made.append(given) or plan_call(*given, **named))
-    for layer in [*layers, *(layer.with_gamma(0.5) for layer in layers)]:
+    for role in [*roles, *(role.with_gamma(0.5) for role in roles)]:
         given = chunk(150)
-        shared = attend_chunk(layer, *given, request=request, statistics=("density",)).stats
-        assert torch.equal(shared.density, attend_chunk(layer, *given, statistics=("density",)).stats.density)
-    assert layers[0].with_gamma(0.5) is layers[0].with_gamma(0.5)  # its kind is computed once
+        shared = attend_chunk(role, *given, request=request, statistics=("density",)).stats
+        assert torch.equal(shared.density, attend_chunk(role, *given, statistics=("density",)).stats.density)
+    assert roles[0].with_gamma(0.5) is roles[0].with_gamma(0.5)  # its kind is computed once
     assert len(request.plans) == 2
     assert len(made) == 2 + 6  # those shared, and one for each call without
 
@@ -74,13 +74,13 @@ def test_layers_of_one_kind_share_the_plan_of_a_chunk(monkeypatch):
 )
 def test_windows_groups_of_heads_and_every_method_are_the_core_s(options):
     run = {**options, "block_size": 32, "max_mask_bytes": 1, "dense_below": 0}
-    layer = layer_of(replace(SHAPE, window=300), **run)
+    role = sparse_role(replace(SHAPE, window=300), **run)
     for rows in (150, 420):
         given = chunk(rows)
-        ours, counters = attend_chunk(layer, *given, statistics=("density",), with_counts=True), Counters()
+        ours, counters = attend_chunk(role, *given, statistics=("density",), with_counts=True), Counters()
         _, stats = by_the_core(*given, window=300, **run)
         torch.testing.assert_close(ours.stats.density, stats.density)
-        counters.add_call(layer, ours, rows, 420)
+        counters.add_call(role, ours, rows, 420)
         assert counters.density == pytest.approx(float(stats.density.mean())) and counters.density < 1
 
 

@@ -12,9 +12,9 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.base.visibility import block_visibility, visible_blocks
 from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
 from flexmask.stats import dense_stats
-from tests.serving.layers import layer_of
+from tests.serving.layers import sparse_role
 
-LAYERS = [layer_of(number=number, block_size=48) for number in range(5)]
+ROLES = [sparse_role(number=number, block_size=48) for number in range(5)]
 
 
 def sparse(*kept):
@@ -47,9 +47,9 @@ def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
     counters.add_step(100, 40)
     counters.add_step(0, 2)
     # 100 rows see 5,050 keys in 6 blocks, the 100 after them 15,050 in 14, and 50 that run dense 1,275
-    counters.add_call(LAYERS[0], sparse((1, 0), (0, 2)), 100, 100)
-    counters.add_call(LAYERS[0], sparse((1, 2), (2, 2)), 100, 200)
-    counters.add_call(LAYERS[0], AttentionResult(torch.empty(())), 50, 50)
+    counters.add_call(ROLES[0], sparse((1, 0), (0, 2)), 100, 100)
+    counters.add_call(ROLES[0], sparse((1, 2), (2, 2)), 100, 200)
+    counters.add_call(ROLES[0], AttentionResult(torch.empty(())), 50, 50)
     expected = (3 / 12 * 5050 + 7 / 28 * 15050 + 1275) / 21375
     assert counters.density == counters.density == pytest.approx(expected)
     assert counters.report() == "flexmask served 100 prefill tokens sparse in 1 steps, 42 dense; mean density 29.5%"
@@ -60,7 +60,7 @@ def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
 def test_counts_of_layers_are_added_together_and_do_not_pile_up():
     counters, waiting = Counters(), []
     for rows in [100] * 100 + list(range(50, 200)):
-        counters.add_call(LAYERS[0], sparse((1, 0), (0, 2)), rows, rows)
+        counters.add_call(ROLES[0], sparse((1, 0), (0, 2)), rows, rows)
         waiting.append(sum(map(len, counters._counts.values())))
     assert max(waiting) < 64 and waiting[:31] == list(range(2, 64, 2)) and waiting[31] == 0
 
@@ -86,10 +86,10 @@ def test_heads_that_keep_little_are_named_once_for_all_layers(caplog):
     counters = Counters()
     counters.log_to(logging.getLogger("serving"), 60.0)
     counters.add_step(70, 0)
-    counters.add_call(LAYERS[2], looked_at(coverage=[0.1, 0.9], min_row_coverage=[0.26, 0.11]), 70, 70)
-    counters.add_call(LAYERS[3], looked_at(coverage=[0.2, 0.9]), 70, 70)
+    counters.add_call(ROLES[2], looked_at(coverage=[0.1, 0.9], min_row_coverage=[0.26, 0.11]), 70, 70)
+    counters.add_call(ROLES[3], looked_at(coverage=[0.2, 0.9]), 70, 70)
     # a request that chose its gamma
-    counters.add_call(LAYERS[4], looked_at(coverage=[0.0, 0.0]), 70, 70, names_heads=False)
+    counters.add_call(ROLES[4], looked_at(coverage=[0.0, 0.0]), 70, 70, names_heads=False)
     for _ in range(2):
         counters.log()
     assert caplog.messages == [
@@ -111,5 +111,5 @@ def test_heads_are_looked_at_in_the_first_sparse_step_after_a_log():
     assert [names == SAMPLED_STATISTICS for sparse, names in told if sparse] == [True, False, False, True, False]
     # a look that is over is not added to
     assert counters.statistics == ()
-    counters.add_call(LAYERS[0], looked_at(coverage=[0.0, 0.0]), 70, 70)
+    counters.add_call(ROLES[0], looked_at(coverage=[0.0, 0.0]), 70, 70)
     assert counters.low_heads() is None

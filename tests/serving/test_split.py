@@ -12,7 +12,7 @@ from flexmask.integrations.serving.chunk import SparseRequest
 from flexmask.integrations.serving.options import MIN_ROWS, RequestOptions, read_options
 from flexmask.integrations.serving.split import StepRequests, StockSpan, split_step
 from flexmask.integrations.serving.startup import roles_line
-from tests.serving.layers import layer_of
+from tests.serving.layers import sparse_role
 
 
 def test_sparse_requests_have_their_prompt_s_length():
@@ -49,7 +49,7 @@ def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
 def test_the_least_rows_of_a_chunk_are_the_measured_ones_or_the_option(given, min_rows):
     options = read_options(given, "options", "here", ("",), "")
     assert options.policy.min_rows == min_rows
-    assert f"in chunks of at least {min_rows} rows," in roles_line([layer_of()], options, "stock")
+    assert f"in chunks of at least {min_rows} rows," in roles_line([sparse_role()], options, "stock")
 
 
 @given(
