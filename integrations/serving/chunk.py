@@ -54,8 +54,9 @@ def attend_chunk(
     if plan is None:
         # otherwise it has no effect
         prompt_len = request.prompt_len if (request.prompt_len or 0) > key.shape[1] else None
-        geometry: dict[str, Any] = {"scale": role.scale, "softcap": role.softcap, "window": role.window}
-        inputs = attention_inputs(*tensors, sinks=sinks, prompt_len=prompt_len, **geometry)
+        inputs = attention_inputs(
+            *tensors, scale=role.scale, softcap=role.softcap, window=role.window, sinks=sinks, prompt_len=prompt_len
+        )
         # at any length, because the split of the step has already decided
         plan = plan_call(inputs, role.method.for_inputs(inputs), role.call_options, at_any_length=True)
         plan = request.plans[kind] = plan.without_tensors().with_replay()
