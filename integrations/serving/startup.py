@@ -30,7 +30,7 @@ def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, mi
         rows = min_rows or options.policy.min_rows
         line += f" ({_method_summary(sparse)}) from {options.policy.dense_below} tokens on, in chunks of at least {rows} rows"
         line += f", on FlexAttention's backend {options.settings.backend!r}"
-    line += f"; {kernel} runs all else. Settings: {options.source}."
+    line += f"; {kernel} runs the other rows and layers. Settings: {options.source}."
     reasons = Counter(role.reason for role in roles if isinstance(role, Stock))
     if reasons:
         counted = (f"{count} layer{'s' if count > 1 else ''} ({reason})" for reason, count in reasons.items())

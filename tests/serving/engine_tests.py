@@ -91,7 +91,7 @@ class EngineTests:
     def test_the_log_says_what_runs(self, run):
         log = run("sparse")["log"]
         assert "4 of 4 attention layers prefill sparse (hybrid, gamma 0.9, min_budget 128) from 0 tokens on" in log
-        assert f"{self.stock} runs all else. Settings: {self.source}." in log
+        assert f"{self.stock} runs the other rows and layers. Settings: {self.source}." in log
 
     def test_an_answer_follows_a_grammar(self, run):
         """In text of three words."""

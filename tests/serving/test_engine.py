@@ -123,7 +123,7 @@ def test_start_logs_the_roles_and_compiles(caplog):
     method = "(hybrid, gamma 0.2 to 0.3 by layer or head, min_budget 0, min_coverage 0.0)"
     from_where = "from 0 tokens on, in chunks of at least 32 rows, "
     assert roles.startswith(f"flexmask: 2 of 3 attention layers prefill sparse {method} {from_where}")
-    assert roles.endswith("; STOCK runs all else. Settings: defaults. Layers left to it: 1 layer (in dense_layers).")
+    assert roles.endswith("; STOCK runs the other rows and layers. Settings: defaults. Layers left to it: 1 layer (in dense_layers).")
     assert compiled.startswith("flexmask: kernels compiled in ")
 
 
