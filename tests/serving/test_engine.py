@@ -17,8 +17,8 @@ from tests.expected import rows_attention
 from tests.serving.layers import CPU, SHAPE
 
 
-class Plain(Engine):
-    """An engine with one layer of grouped-query attention."""
+class ToyEngine(Engine):
+    """An engine whose layers all have the shape `SHAPE`; it keeps the keys and values of each request."""
 
     def __init__(self, num_layers=1, **options):
         super().__init__(ServingOptions(PrefillSettings(**options)), logging.getLogger("flexmask.tests"))
@@ -62,7 +62,7 @@ def far(outputs, others):
 
 @pytest.mark.attention
 def test_chunks_beside_short_prompts_and_decoding_rows():
-    ours, stock = Plain(gamma=1.0, block_size=32, dense_below=0), Plain(dense_below=10**6)
+    ours, stock = ToyEngine(gamma=1.0, block_size=32, dense_below=0), ToyEngine(dense_below=10**6)
     with torch.inference_mode():
         for step in STEPS:
             assert max(far(ours.forward(step), stock.forward(step))) < 1e-4
@@ -76,7 +76,7 @@ SPARSELY = {"gamma": 0.2, "min_budget": 0, "min_coverage": 0.0, "block_size": 32
 
 @pytest.mark.attention
 def test_requests_have_options_of_their_own_and_heads_that_keep_little_are_named_by_layer(caplog):
-    ours, stock = Plain(**SPARSELY), Plain(dense_below=10**6)
+    ours, stock = ToyEngine(**SPARSELY), ToyEngine(dense_below=10**6)
     ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
     chunks = [chunk(name, 480, 7) for name in "abc"]
     with torch.inference_mode():
@@ -88,7 +88,7 @@ def test_requests_have_options_of_their_own_and_heads_that_keep_little_are_named
 
 
 def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
-    ours = Plain(dense_below=0)
+    ours = ToyEngine(dense_below=0)
     ours.counters.warn_once("nobody listens yet")
     ours.counters.log_to(logging.getLogger("flexmask.tests"), 60.0)
     for reason in ("a step is odd", "it is even", "a step is odd"):
@@ -100,7 +100,7 @@ def test_a_step_with_a_reason_runs_stock_and_says_so_once(caplog):
 
 
 def test_the_first_sparse_layer_counts_for_all():
-    ours = Plain(num_layers=3, dense_below=0, dense_layers=[0])
+    ours = ToyEngine(num_layers=3, dense_below=0, dense_layers=[0])
     split = ours.split(StepRequests([0, 300], [300]))
     for role in ours.sparse_layers:
         ours.count_step(role, split)
@@ -109,7 +109,7 @@ def test_the_first_sparse_layer_counts_for_all():
 
 def started(largest, num_layers=3, **options):
     """An engine of layers, the first of them dense."""
-    ours = Plain(num_layers, dense_layers=[0], **options)
+    ours = ToyEngine(num_layers, dense_layers=[0], **options)
     with torch.inference_mode():
         ours.start(largest, CPU, torch.float32, "STOCK")
     return ours
@@ -123,7 +123,9 @@ def test_start_logs_the_roles_and_compiles(caplog):
     method = "(hybrid, gamma 0.2 to 0.3 by layer or head, min_budget 0, min_coverage 0.0)"
     from_where = "from 0 tokens on, in chunks of at least 32 rows, "
     assert roles.startswith(f"flexmask: 2 of 3 attention layers prefill sparse {method} {from_where}")
-    assert roles.endswith("; STOCK runs the other rows and layers. Settings: defaults. Layers left to it: 1 layer (in dense_layers).")
+    assert roles.endswith(
+        "; STOCK runs the other rows and layers. Settings: defaults. Layers left to it: 1 layer (in dense_layers)."
+    )
     assert compiled.startswith("flexmask: kernels compiled in ")
 
 
@@ -134,7 +136,7 @@ def test_the_first_rank_exports_its_counters_if_its_stage_does_and_a_layer_runs_
     is_first, exports, dense_layers, monkeypatch
 ):
     monkeypatch.setattr("flexmask.integrations.serving.engine.warm_up", lambda *_: 0.0)
-    ours = Plain(dense_below=0, dense_layers=dense_layers)
+    ours = ToyEngine(dense_below=0, dense_layers=dense_layers)
     ours.counters.export = Mock()
     ours.start((130, 400), CPU, torch.float32, "STOCK", is_first=is_first, exports=exports)
     assert ours.counters.export.called == (is_first and exports and not dense_layers)
