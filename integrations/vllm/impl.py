@@ -16,7 +16,7 @@ from flexmask.integrations.serving.layers import Role, SparseLayer
 from flexmask.integrations.vllm.builder import Step
 from flexmask.integrations.vllm.engine import DRAFT, engine_of
 from flexmask.integrations.vllm.layers import bound_arguments
-from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8, kernel_serves
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, kernel_serves, viewed_in_cache_dtype
 
 if HAS_TRITON:
     from flexmask.integrations.vllm import pages_kernel
@@ -85,7 +85,7 @@ class SparsePrefillImpl(PluginMixin):
             if queries.dtype != output.dtype:  # kernels for FP8 caches get quantized queries
                 scale = layer._q_scale.view(-1, 1)
                 by_head = scale if len(scale) == 1 else scale.repeat_interleave(role.num_heads // role.num_kv_heads, 0)
-                queries = in_fp8(queries, self.flexmask.cache_dtype).to(output.dtype).mul_(by_head)
+                queries = viewed_in_cache_dtype(queries, self.flexmask.cache_dtype).to(output.dtype).mul_(by_head)
             if page_table is not None and role.window is not None:
                 # vLLM frees pages before the window of the first row
                 page_table = page_table.since(max(0, request.cached_len - role.window + 1))
@@ -111,7 +111,7 @@ class SparsePrefillImpl(PluginMixin):
         cached: tuple[Tensor | None, Tensor | None] = (None, None)
         if page_table is not None:
             keys, values = self.flexmask_gather(layer, kv_cache, page_table)
-            cached = in_fp8(keys, cache_dtype), in_fp8(values, cache_dtype)
+            cached = viewed_in_cache_dtype(keys, cache_dtype), viewed_in_cache_dtype(values, cache_dtype)
         skipped = 0 if page_table is None else page_table.first
         key, value = (concat_cached(*part, skipped) for part in zip(cached, chunk, scales, strict=True))
         return key, value

@@ -15,7 +15,7 @@ FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_
 
 
 class PageTable:
-    """Pages and slots of a request's tokens from `first` to before `stop`, made once per step for all layers."""
+    """Pages and offsets of a request's tokens from `first` to before `stop`, made once per step for all layers."""
 
     def __init__(self, page_ids: Tensor, stop: int, first: int = 0) -> None:
         self.page_ids = page_ids.contiguous()  # (pages,) int32: the request's row of vLLM's block table
@@ -71,6 +71,6 @@ def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
     return HAS_TRITON and fits and all(x.is_cuda and x.dtype == cache.dtype and x.stride(-1) == 1 for x in tensors)
 
 
-def in_fp8(numbers: Tensor, cache_dtype: str) -> Tensor:
-    """`numbers` as they are, or if they come as bytes in the dtype of this cache (`FP8_CACHES`)."""
+def viewed_in_cache_dtype(numbers: Tensor, cache_dtype: str) -> Tensor:
+    """`numbers`; bytes are viewed in the FP8 dtype of `cache_dtype` (`FP8_CACHES`)."""
     return numbers if numbers.is_floating_point() else numbers.view(FP8_CACHES[cache_dtype])

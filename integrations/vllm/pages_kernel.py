@@ -20,7 +20,7 @@ def _keys_and_values_kernel(
     pages,  # (pages of the request,)
     chunk_key, chunk_value,  # (rows, num_kv_heads, head_dim)
     key, value,  # (num_kv_heads, kv_len, head_dim), written
-    stride_page, stride_cache_head, stride_slot, stride_key_row, stride_key_head, stride_value_row, stride_value_head,
+    stride_page, stride_cache_head, stride_token, stride_key_row, stride_key_head, stride_value_row, stride_value_head,
     page_size, skipped, cached_len, kv_len,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +34,8 @@ def _keys_and_values_kernel(
         # pages before `skipped` may be another request's
         m_read = (o_token >= skipped) & (o_token < cached_len)
         b_page = tl.load(pages + o_token // page_size, mask=m_read, other=0).to(tl.int64)
-        b_slot = b_page * stride_page + (o_token % page_size).to(tl.int64) * stride_slot
-        p_cache = cache + head * stride_cache_head + b_slot[:, None] + o_dim[None, :]
+        b_token = b_page * stride_page + (o_token % page_size).to(tl.int64) * stride_token
+        p_cache = cache + head * stride_cache_head + b_token[:, None] + o_dim[None, :]
         b_key = tl.load(p_cache, mask=m_read[:, None] & m_dim, other=0)
         b_value = tl.load(p_cache + HEAD_DIM, mask=m_read[:, None] & m_dim, other=0)
         m_cached = (o_token < cached_len)[:, None] & m_dim

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, in_fp8
+from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, viewed_in_cache_dtype
 
 PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
 TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
@@ -42,6 +42,6 @@ def test_a_cache_of_another_shape_is_refused(shape):
 @pytest.mark.parametrize("name", FP8_CACHES)
 def test_numbers_of_an_fp8_cache_may_be_bytes(name):
     numbers = torch.randn(64).to(FP8_CACHES[name])
-    assert torch.equal(in_fp8(numbers.view(torch.uint8), name).float(), numbers.float())
+    assert torch.equal(viewed_in_cache_dtype(numbers.view(torch.uint8), name).float(), numbers.float())
     # vLLM's CPU cache has the dtype
-    assert in_fp8(numbers, name) is numbers
+    assert viewed_in_cache_dtype(numbers, name) is numbers

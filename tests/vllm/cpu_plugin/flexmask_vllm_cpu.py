@@ -65,10 +65,10 @@ class ReadsCPUCache:
     do_kv_cache_update: Callable[..., Any]
 
     def flexmask_gather(self, layer: Any, kv_cache: Tensor, page_table: Any) -> tuple[Tensor, Tensor]:
-        from flexmask.integrations.vllm.pages import in_fp8
+        from flexmask.integrations.vllm.pages import viewed_in_cache_dtype
 
         page_size, head_dim = kv_cache.shape[2], kv_cache.shape[3] // 2
-        cache = in_fp8(kv_cache, self.kv_cache_dtype)
+        cache = viewed_in_cache_dtype(kv_cache, self.kv_cache_dtype)
         if self.flexmask_orders is None:
             unscaled = copy.copy(layer)
             unscaled._k_scale_float = unscaled._v_scale_float = 1.0
