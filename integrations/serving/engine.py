@@ -22,9 +22,9 @@ StockBase: Any = object  # the mixins' base for mypy, which runs without the eng
 class Engine:
     """The options, counters and roles of a model's attention layers.
 
-    An engine fills `roles` (`role_of_shape`), calls `start` before the first request, `reserve` while memory is measured, `split`
-    in each step, `count_step` in each layer that may run sparse, and `attend` for each sparse request; other rows go to its own
-    kernel.
+    A subclass fills `roles` (`role_of_shape`). It calls `start` before the first request, `reserve` while memory is measured,
+    `split` in each step, `count_step` in each layer that may run sparse, and `attend` for each sparse request. It gives the other
+    rows to the engine's own kernel.
     """
 
     def __init__(self, options: ServingOptions, log: logging.Logger) -> None:
