@@ -47,41 +47,43 @@ def doctor(
     output = Output(common.as_json)
     with output.progress("loading torch"):
         from flexmask.environment import backends, device_name, known_issues, versions
-    # for a model that is spread over devices, the first one
-    where = chosen_device(None if common.device == "auto" else common.device)
-    kind = chosen_dtype(common.dtype, where)
-    chosen = common.prefill_settings(for_model=model is not None)
+    # 'auto' spreads a model over devices: its first layers are on the default one
+    device = chosen_device(None if common.device == "auto" else common.device)
+    dtype = chosen_dtype(common.dtype, device)
+    override = common.prefill_settings(for_model=model is not None)
     config = None if model is None else load_config(model)
-    unknown, installed = None, versions()
-    known = [*known_issues(where), *_transformers_issues(installed["transformers"], needed=model is not None)]
+    package_versions = versions()
+    issues = [*known_issues(device), *_transformers_issues(package_versions["transformers"], needed=model is not None)]
     document: dict[str, Any] = {
-        "device": device_name(where),
-        "versions": installed,
-        "backends": [backend._asdict() for backend in backends(where, kind)],
-        "known_issues": [issue._asdict() for issue in known],
+        "device": device_name(device),
+        "versions": package_versions,
+        "backends": [backend._asdict() for backend in backends(device, dtype)],
+        "known_issues": [issue._asdict() for issue in issues],
     }
     _show_machine(output, document)
-    bad = any(issue.severity == "error" for issue in known)
+    has_problem = any(issue.severity == "error" for issue in issues)
+    conclusion = "No problem found."
     if not skip_self_test:
-        document |= _tested(output, where)
-        bad = bad or not all(test["passed"] for test in document["self_test"])
+        document |= _self_test(output, device)
+        has_problem = has_problem or not all(test["passed"] for test in document["self_test"])
     if config is not None:
         with common.errors():
-            refused, unknown, forecasts = _forecasts(config, chosen, tokens, where, kind)
-        about = {"path": model, "type": type(config).__name__, "tokens": tokens, "refused": refused, "unknown": unknown}
-        about["tokenizer"] = tokenizer_problem(str(model), config)
-        document["model"], document["layers"] = about, [layer._asdict() for layer in forecasts]
-        _show_layers(output, about, forecasts)
-        bad = bad or refused is not None or any(layer.outcome == "refused" for layer in forecasts)
+            refused, unknown, forecasts = _forecasts(config, override, tokens, device, dtype)
+        model_facts = {"path": model, "type": type(config).__name__, "tokens": tokens, "refused": refused, "unknown": unknown}
+        model_facts["tokenizer"] = tokenizer_problem(str(model), config)
+        document["model"], document["layers"] = model_facts, [layer._asdict() for layer in forecasts]
+        _show_layers(output, model_facts, forecasts)
+        has_problem = has_problem or refused is not None or any(layer.outcome == "refused" for layer in forecasts)
+        if unknown is not None:
+            conclusion = "No problem found; the model's layers are unknown."
     if report:
-        document |= _timed(output, where)
-    document["ok"] = not bad
-    well = "No problem found." if unknown is None else "No problem found; the model's layers are unknown."
-    output.line("", "A problem was found." if bad else well)
+        document |= _times(output, device)
+    document["ok"] = not has_problem
+    output.line("", "A problem was found." if has_problem else conclusion)
     if report:
         output.line("", "To paste into an issue:", "", "```", *_for_an_issue(document), "```")
     output.result(document)
-    if bad:
+    if has_problem:
         raise typer.Exit(PROBLEM)
 
 
@@ -99,7 +101,7 @@ def _transformers_issues(version: str | None, needed: bool) -> list[KnownIssue]:
     return []
 
 
-def _tested(output: Output, device: str) -> dict[str, Any]:
+def _self_test(output: Output, device: str) -> dict[str, Any]:
     """Run and show the self-test, and the check of FLASH's features where FLASH can run."""
     from flexmask.environment import flash_can_run, flash_features
     from flexmask.self_test import self_test
@@ -124,16 +126,16 @@ def _tested(output: Output, device: str) -> dict[str, Any]:
         ]
         output.line()
         output.table(["", "served", "log-sum-exp", "", "why not"], rows, "FlexAttention's FLASH kernel, against float64")
-    shown = [test._asdict() | {"passed": test.passed} for test in tests]
-    return {"self_test": shown, "flash": [feature._asdict() for feature in features]}
+    documents = [test._asdict() | {"passed": test.passed} for test in tests]
+    return {"self_test": documents, "flash": [feature._asdict() for feature in features]}
 
 
 def _cell(form: str, number: float | None) -> str:
     return "" if number is None else form.format(number)
 
 
-def _timed(output: Output, device: str) -> dict[str, Any]:
-    """Run and show the times."""
+def _times(output: Output, device: str) -> dict[str, Any]:
+    """Measure and show the times of whole calls."""
     from flexmask.self_test import timed
 
     with output.progress("timing attention"):
@@ -152,25 +154,25 @@ def _timed(output: Output, device: str) -> dict[str, Any]:
 
 
 def _for_an_issue(document: dict[str, Any]) -> list[str]:
-    """All that was found, in lines."""
+    """The lines of a document of `doctor`, to paste into an issue."""
     lines = [document["device"], " ".join(f"{name} {version}" for name, version in document["versions"].items() if version)]
     for name in ("backends", "known_issues", "self_test", "flash", "times"):
-        for found in document.get(name, ()):  # without a self-test some are absent
-            told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                    for key, value in found.items() if value not in ("", None))  # fmt: skip
-            lines.append(f"{name}: {', '.join(told)}")
+        for entry in document.get(name, ()):  # without a self-test some are absent
+            facts = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                     for key, value in entry.items() if value not in ("", None))  # fmt: skip
+            lines.append(f"{name}: {', '.join(facts)}")
     return lines
 
 
 def _forecasts(
-    config: Any, named: SettingsOverride | None, tokens: int, device: str, dtype: torch.dtype
+    config: Any, override: SettingsOverride | None, tokens: int, device: str, dtype: torch.dtype
 ) -> tuple[str | None, str | None, Sequence[LayerForecast]]:
-    """The reason for which the whole model is refused, or its layers are unknown; else each layer's forecast."""
+    """Why the whole model is refused, or why its layers are unknown; else each layer's forecast."""
     try:
         from flexmask.integrations.huggingface.layer_forecast import layer_forecast
         from flexmask.integrations.huggingface.model_config import settings_for
 
-        settings = settings_for(config.get_text_config(), named)
+        settings = settings_for(config.get_text_config(), override)
         return None, None, layer_forecast(config, settings=settings, tokens=tokens, device=device, dtype=dtype)
     except (ImportError, NotImplementedError) as error:
         return str(error), None, []
@@ -186,8 +188,8 @@ def _show_machine(output: Output, document: dict[str, Any]) -> None:
         for backend in document["backends"]
     ]
     output.table(["backend", "", "why not"], rows, "FlexAttention's backends")
-    known = [f"{issue['severity']}: {issue['what']}; {issue['remedy']}" for issue in document["known_issues"]]
-    output.line("", *(known or ["No known problem of this combination."]))
+    issues = [f"{issue['severity']}: {issue['what']}; {issue['remedy']}" for issue in document["known_issues"]]
+    output.line("", *(issues or ["No known problem of this combination."]))
 
 
 def _show_layers(output: Output, model: dict[str, Any], forecasts: Sequence[LayerForecast]) -> None:
@@ -201,10 +203,12 @@ def _show_layers(output: Output, model: dict[str, Any], forecasts: Sequence[Laye
         output.line(f"warning: {model['tokenizer']}")
     rows = []
     # consecutive layers that differ in their number only
-    for same, group in groupby(forecasts, key=lambda layer: layer._replace(layer=0)):
-        first, *others = [layer.layer for layer in group]
+    for layer, group in groupby(forecasts, key=lambda layer: layer._replace(layer=0)):
+        first, *others = [each.layer for each in group]
         layers = f"{first} to {others[-1]}" if others else str(first)
-        rows.append([layers, same.outcome, same.heads, same.kv_heads, same.head_dim, same.window, same.backend, same.reason])
+        rows.append(
+            [layers, layer.outcome, layer.heads, layer.kv_heads, layer.head_dim, layer.window, layer.backend, layer.reason]
+        )
     columns = ["layers", "prefill", "heads", "KV heads", "head_dim", "window", "backend", "why"]
     if rows:
         output.table(columns, rows, f"{name}, a prompt of {model['tokens']:,} tokens")
