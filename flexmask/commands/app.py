@@ -31,14 +31,14 @@ class CommandGroup(TyperGroup):
         except (typer.Exit, typer.Abort):  # which are RuntimeErrors
             raise
         except CommandError as error:
-            shown: Exception = error
+            cause: Exception = error
             message, code = str(error), error.code
         # anything else is a bug, and shows its traceback
         except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-            shown = error
+            cause = error
             message, code = f"{type(error).__name__}: {error}", PROBLEM
         if ctx.params.get("traceback") or os.environ.get(_TRACEBACK, "") not in ("", "0"):
-            tracebacks.print_exception(shown)
+            tracebacks.print_exception(cause)
         print(f"flexmask: {message.strip()}", file=sys.stderr)
         raise typer.Exit(code)
 

@@ -25,31 +25,31 @@ from flexmask.settings import PrefillSettings
 ROUNDS = 3  # timed prefills of each kind, in turns, so that a slow moment of the machine affects both
 MAX_SCORED = 4096  # tokens: their logits are the largest tensor of a long prompt
 _NOT_TIMED = {"low_heads": None, "density": 1.0, "ratio": None, "error": None}
-_AT_ONCE = 256  # tokens whose log-probabilities are computed at a time, in float32
+_TOKENS_AT_ONCE = 256  # tokens whose log-probabilities are computed at a time, in float32
 
 
 def measure_prompt(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, minutes: float, output: Output
 ) -> dict[str, Any]:
-    """Measure density, error and times of one prompt, (1, length), in rounds that fit into `minutes`; refuse it if none fits."""
+    """Density, error and times of one prompt, (1, length), from rounds that fit into `minutes`; CommandError if none fits."""
     ids, length, max_seconds = ids.to(model.device), ids.shape[1], 60 * minutes
     too_short = settings.call_options.policy.size_reason(length, length)
     if too_short:
         remark_if_short(output, settings, length)
         layers = len({layer.layer_idx for layer in _layers(model)})
-        measured = {"layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
+        measurements = {"layers": {"dense": layers}, "reasons": {too_short: layers}, **_NOT_TIMED}
     else:
         rounds = rounds_that_fit(model, ids, settings, max_seconds, output)
         with output.progress(f"{2 * rounds} prefills, by layer") as advance, layer_progress(model, 2 * rounds, advance):
-            measured = _measured(model, ids, settings, rounds, max_seconds, output)
-    about = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
-    about |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation}
-    return {"tokens": length, **about, "settings": {"method": settings.method, **settings.to_dict()}, **measured}
+            measurements = _measure_rounds(model, ids, settings, rounds, max_seconds, output)
+    facts = {"type": type(model.config).__name__, "device": device_name(model.device), "torch": torch.__version__}
+    facts |= {"dtype": str(model.dtype).removeprefix("torch."), "dense": model.config._attn_implementation}
+    return {"tokens": length, **facts, "settings": {"method": settings.method, **settings.to_dict()}, **measurements}
 
 
 @torch.no_grad()
 def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, max_seconds: float, output: Output) -> int:
-    """Number of rounds that fit into `max_seconds`, by the time of a layer; says so, and refuses a prompt of which none fits."""
+    """Number of rounds that fit into `max_seconds`, by the time of a layer; remarks on the times; CommandError if none fits."""
     length, sparse = ids.shape[1], 0.0
     with output.progress(f"timing one layer on {length:,} tokens"):
         dense = prefill_seconds(model, ids)
@@ -61,18 +61,18 @@ def rounds_that_fit(model: PreTrainedModel, ids: Tensor, settings: PrefillSettin
         output.remark(f"A sparse prefill takes {_duration(sparse)}.")
     rounds = min(1 + ROUNDS, int(max_seconds / (dense + sparse)))
     if rounds == 0:
-        needed = f"a dense and a sparse prefill take more than {max_seconds / 60:g} min here"
-        how = "Use a GPU, a shorter prompt, or more --minutes"
-        raise CommandError(f"{needed}, so neither gain nor error is measured. {how}")
+        problem = f"a dense and a sparse prefill take more than {max_seconds / 60:g} min here"
+        remedy = "Use a GPU, a shorter prompt, or more --minutes"
+        raise CommandError(f"{problem}, so neither gain nor error is measured. {remedy}")
     output.remark(f"Next: {rounds} of each in turns, about {_duration(rounds * (dense + sparse))} in all.")
     return rounds
 
 
 @torch.no_grad()
-def _measured(
+def _measure_rounds(
     model: PreTrainedModel, ids: Tensor, settings: PrefillSettings, planned: int, max_seconds: float, output: Output
 ) -> dict[str, Any]:
-    """Measure prefills in turns; times leave out the first round unless it is the only one. One prefill if all runs dense."""
+    """Measure prefills in turns; times leave out the first round unless it is the only one. One prefill if it runs dense."""
     rounds: list[tuple[float, float]] = []  # seconds, sparse and dense
     for number in range(planned):
         start = time.perf_counter()
@@ -83,27 +83,28 @@ def _measured(
             summary = run.summary()
             layers = Counter("dense" if layer.ran == "dense" else "sparse" for layer in summary.layers)
             reasons = Counter(reason for layer in summary.layers for reason in sorted(layer.reasons))
-            found = {"layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
+            facts: dict[str, Any] = {"layers": dict(layers), "reasons": dict(reasons), "low_heads": summary.warning}
             if not layers["sparse"]:
-                return found | _NOT_TIMED
+                return facts | _NOT_TIMED
         output.remark(f"prefill {2 * number + 1} of {2 * planned}, sparse: {_duration(sparse_seconds)}")
         start = time.perf_counter()
         dense = log_probs(model, ids)
         dense_seconds = time.perf_counter() - start
         rounds.append((sparse_seconds, dense_seconds))
-        seconds, left = sum(map(sum, rounds)), planned - len(rounds)
-        to_go = f"; about {_duration(left * seconds / len(rounds))} to go" if left else ""
+        seconds, rounds_left = sum(map(sum, rounds)), planned - len(rounds)
+        to_go = f"; about {_duration(rounds_left * seconds / len(rounds))} to go" if rounds_left else ""
         output.remark(f"prefill {2 * number + 2} of {2 * planned}, dense: {_duration(dense_seconds)}{to_go}")
-        if left and seconds + seconds / len(rounds) > max_seconds:
-            output.remark(f"Slower than planned: the other {left} of {planned} rounds are left out.")
+        if rounds_left and seconds + seconds / len(rounds) > max_seconds:
+            output.remark(f"Slower than planned: the other {rounds_left} of {planned} rounds are left out.")
             break
-    timed = rounds[1:] or rounds
-    ratios = sorted(dense_s / sparse_s for sparse_s, dense_s in timed)
-    sparse_seconds, dense_seconds = (median(times) for times in zip(*timed, strict=True))
+    timed_rounds = rounds[1:] or rounds
+    ratios = sorted(dense_s / sparse_s for sparse_s, dense_s in timed_rounds)
+    sparse_seconds, dense_seconds = (median(times) for times in zip(*timed_rounds, strict=True))
     times = {"sparse_seconds": sparse_seconds, "dense_seconds": dense_seconds, "ratio": dense_seconds / sparse_seconds}
     losses = {"loss_dense": -float(dense.mean()), "loss_sparse": -float(sparse.mean())}
     error = {"tokens": len(dense), "log_prob_change": float((sparse - dense).abs().mean()), **losses}
-    return {**found, **times, "density": summary.density, "runs": len(timed), "ratios": [ratios[0], ratios[-1]], "error": error}
+    facts |= {**times, "density": summary.density, "runs": len(timed_rounds), "ratios": [ratios[0], ratios[-1]], "error": error}
+    return facts
 
 
 def _duration(seconds: float) -> str:
@@ -139,13 +140,13 @@ def prefill_seconds(model: PreTrainedModel, ids: Tensor) -> float:
 def log_probs(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Log-probabilities of up to `MAX_SCORED` evenly spaced tokens of a prompt, (1, length), float32 on the CPU."""
     length = ids.shape[1]
-    before = torch.linspace(0, length - 2, min(length - 1, MAX_SCORED), device=ids.device).round().long()
+    positions = torch.linspace(0, length - 2, min(length - 1, MAX_SCORED), device=ids.device).round().long()
     # a model that is spread over devices would not move the indices to the device of its logits
     one_device = len({parameter.device for parameter in model.parameters()}) == 1
-    keeps = one_device and "logits_to_keep" in inspect.signature(model.forward).parameters
-    logits: Tensor = model(input_ids=ids, use_cache=False, **({"logits_to_keep": before} if keeps else {})).logits[0]
-    logits = logits if keeps else logits[before.to(logits.device)]
-    parts = zip(logits.split(_AT_ONCE), ids[0, before + 1].to(logits.device).split(_AT_ONCE), strict=True)
+    keeps_some = one_device and "logits_to_keep" in inspect.signature(model.forward).parameters
+    logits: Tensor = model(input_ids=ids, use_cache=False, **({"logits_to_keep": positions} if keeps_some else {})).logits[0]
+    logits = logits if keeps_some else logits[positions.to(logits.device)]
+    parts = zip(logits.split(_TOKENS_AT_ONCE), ids[0, positions + 1].to(logits.device).split(_TOKENS_AT_ONCE), strict=True)
     return torch.cat([-F.cross_entropy(part.float(), target, reduction="none") for part, target in parts]).cpu()
 
 
@@ -163,7 +164,7 @@ def _hooked(layers: list[Any], hook: Callable[..., None]) -> ExitStack:
 
 @contextmanager
 def layer_progress(model: PreTrainedModel, prefills: int, advance: Advance) -> Iterator[None]:
-    """Advance the progress at each layer of so many prefills."""
+    """Advance the progress at each layer of `prefills` prefills."""
     layers = _layers(model)
     done, total = 0, prefills * len(layers)
 

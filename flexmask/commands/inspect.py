@@ -34,7 +34,7 @@ def inspect(
         import matplotlib  # noqa: F401  # only to see that it is there
     except ImportError as error:
         raise missing_package("matplotlib", "plot") from error
-    chosen = common.prefill_settings()
+    override = common.prefill_settings()
     if heads is not None and not re.fullmatch(r"\d+:\d+(,\d+:\d+)*", heads):
         usage_error(f"must be LAYER:HEAD pairs, as in 0:3,5:1; got {heads!r}", "--heads")
     pairs = None if heads is None else [(int(layer), int(head)) for layer, head in re.findall(r"(\d+):(\d+)", heads)]
@@ -45,17 +45,17 @@ def inspect(
     nearest = next(folder for folder in out.absolute().parents if folder.exists())
     if not nearest.is_dir() or not os.access(out if out.exists() else nearest, os.W_OK):
         usage_error(f"cannot write {out}", "--out")
-    loaded, tokenizer = load_model(model, output, common.device, common.dtype)
-    ids = prompt_ids(loaded, tokenizer, text)
+    loaded_model, tokenizer = load_model(model, output, common.device, common.dtype)
+    ids = prompt_ids(loaded_model, tokenizer, text)
 
     from flexmask.commands.gain_model import layer_progress
     from flexmask.integrations.inspect import inspect_prefill, write_report
 
-    settings = common.settings_of(loaded.config.get_text_config(), chosen)
+    settings = common.settings_of(loaded_model.config.get_text_config(), override)
     remark_if_short(output, settings, ids.shape[1])
-    what = f"two prefills of {ids.shape[1]:,} tokens"
-    with output.progress(what) as advance, layer_progress(loaded, 2, advance), option_errors("--heads"):
-        inspection = inspect_prefill(loaded, ids, None, settings, heads=pairs)
+    progress_text = f"two prefills of {ids.shape[1]:,} tokens"
+    with output.progress(progress_text) as advance, layer_progress(loaded_model, 2, advance), option_errors("--heads"):
+        inspection = inspect_prefill(loaded_model, ids, None, settings, heads=pairs)
     with output.progress("drawing"):
         page = write_report(inspection, out, model=model, prompt=tokenizer.decode(ids[0]))
     output.line(str(inspection.run.summary()))

@@ -25,48 +25,49 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_config(model: str) -> Any:
-    model, local, auto = _located(model)
+    """The config of a model, from a folder (without network) or by name."""
+    path, is_local, transformers = _find_model(model)
     try:
-        return auto.AutoConfig.from_pretrained(model, local_files_only=local, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=is_local, trust_remote_code=False)
     except Exception as error:  # whatever reads the file may raise any
         raise _not_a_model(model, error) from error
 
 
 def load_model(model: str, output: Output, device: str | None = None, dtype: str | None = None) -> tuple[PreTrainedModel, Any]:
     """A decoder and its tokenizer, from a folder (without network) or by name, with its default attention."""
-    model, local, auto = _located(model)
-    chosen = chosen_device(device)
-    # unless it is told not to, transformers asks on stdout whether it may run the model's own code
-    how = {"trust_remote_code": False, "local_files_only": local}
-    # transformers before 4.56 has the older name
-    name = "torch_dtype" if auto.__version__.startswith(("4.54.", "4.55.")) else "dtype"
-    placed = {name: chosen_dtype(dtype, chosen), **({"device_map": "auto"} if chosen == "auto" else {})}
+    model, is_local, transformers = _find_model(model)
+    device = chosen_device(device)
+    # without trust_remote_code=False, transformers asks on stdout whether it may run the model's own code
+    load_options = {"trust_remote_code": False, "local_files_only": is_local}
+    # the argument's name in transformers before 4.56, and after it
+    dtype_name = "torch_dtype" if transformers.__version__.startswith(("4.54.", "4.55.")) else "dtype"
+    placement = {dtype_name: chosen_dtype(dtype, device), **({"device_map": "auto"} if device == "auto" else {})}
     with output.progress(f"loading {model}"):
         load_config(model)  # first, because its errors say more
         try:
-            tokenizer = auto.AutoTokenizer.from_pretrained(model, **how)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(model, **load_options)
             # `_check_weights` names the weights that have another shape; transformers' own error does not
-            loaded, found = auto.AutoModelForCausalLM.from_pretrained(
-                model, ignore_mismatched_sizes=True, output_loading_info=True, **how, **placed
+            loaded_model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
+                model, ignore_mismatched_sizes=True, output_loading_info=True, **load_options, **placement
             )
         except Exception as error:  # whatever reads the files may raise any
             raise _not_a_model(model, error) from error
-        _check_weights(model, type(loaded).__name__, found, output)
-        return (loaded if chosen == "auto" else loaded.to(chosen)).eval(), tokenizer
+        _check_weights(model, type(loaded_model).__name__, loading_info, output)
+        return (loaded_model if device == "auto" else loaded_model.to(device)).eval(), tokenizer
 
 
-def _check_weights(model: str, kind: str, found: dict[str, Any], output: Output) -> None:
-    """Refuse weights that the files lack or have in other shapes, which would be random; remark on those without a place."""
-    missing, unexpected = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+def _check_weights(model: str, class_name: str, loading_info: dict[str, Any], output: Output) -> None:
+    """Refuse a checkpoint without some of the model's weights, or with wrong shapes; remark on weights that nothing uses."""
+    missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
     # an entry is a key, or in release 4 a key with its two shapes
-    other = sorted(entry if isinstance(entry, str) else entry[0] for entry in found["mismatched_keys"])
-    instead = f"it has {_listed(unexpected)}, which {kind} does not use" if unexpected else ""
-    for keys, how in ((missing, "lacks"), (other, "has the wrong shape for")):
+    mismatched = sorted(entry if isinstance(entry, str) else entry[0] for entry in loading_info["mismatched_keys"])
+    unused = f"it has {_listed(unexpected)}, which {class_name} does not use" if unexpected else ""
+    for keys, verb in ((missing, "lacks"), (mismatched, "has the wrong shape for")):
         if keys:
-            problem = f"the checkpoint {how} {_listed(keys)} of {kind}; such weights would be random"
-            raise CommandError("; ".join(filter(None, (f"cannot load {model}: {problem}", instead))))
-    if instead:
-        output.remark(f"{model}: {instead}")
+            problem = f"the checkpoint {verb} {_listed(keys)} of {class_name}; such weights would be random"
+            raise CommandError("; ".join(filter(None, (f"cannot load {model}: {problem}", unused))))
+    if unused:
+        output.remark(f"{model}: {unused}")
 
 
 def _listed(keys: Sequence[str], most: int = 3) -> str:
@@ -75,10 +76,10 @@ def _listed(keys: Sequence[str], most: int = 3) -> str:
 
 
 def tokenizer_problem(model: str, config: Any) -> str | None:
-    """A line that says that a tokenizer has more tokens than the config's model embeds; None if not, or without a tokenizer."""
-    model, _, auto = _located(model)
+    """A line if a tokenizer has more tokens than the config's model embeds; None if it has not, or without a tokenizer."""
+    model, _, transformers = _find_model(model)
     try:
-        tokenizer = auto.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         last, rows = max(tokenizer.get_vocab().values()), int(config.get_text_config().vocab_size)
     except Exception:  # from whatever reads the files, or a config without a vocabulary
         return None
@@ -152,7 +153,7 @@ def prompt_ids(model: PreTrainedModel, tokenizer: Any, text: str) -> Tensor:
     return ids
 
 
-def _located(model: str) -> tuple[str, bool, Any]:
+def _find_model(model: str) -> tuple[str, bool, Any]:
     """A model's path or name; True for a folder, which needs no network; and the module transformers."""
     model = os.path.expanduser(model)
     path = Path(model)
@@ -188,7 +189,7 @@ def _check_on_hub(model: str) -> None:
 
 
 class _Remarks(logging.Handler):
-    """Transformers' warnings on stderr, each once and in one line; its report on weights is told by `_check_weights`."""
+    """Prints transformers' warnings on stderr, each once and in one line; keeps its report on weights for `_not_a_model`."""
 
     report = ""
 
@@ -206,11 +207,12 @@ _REMARKS = _Remarks(logging.WARNING)
 
 
 def _not_a_model(model: str, error: Exception) -> CommandError:
+    """The error of a command for what transformers or the hub raised about a model."""
     from flexmask.environment import one_line
 
-    why = one_line(error)
-    if "trust_remote_code" in why:
-        why = "it needs code of its own (auto_map), which this program does not run"
-    if "above report" in why:
-        why = f"{why} {_REMARKS.report}"
-    return CommandError(f"cannot load {model}: {'' if Path(model).is_dir() else 'no folder here, and on the hub: '}{why}")
+    reason = one_line(error)
+    if "trust_remote_code" in reason:
+        reason = "it needs code of its own (auto_map), which this program does not run"
+    if "above report" in reason:
+        reason = f"{reason} {_REMARKS.report}"
+    return CommandError(f"cannot load {model}: {'' if Path(model).is_dir() else 'no folder here, and on the hub: '}{reason}")

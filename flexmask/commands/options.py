@@ -42,7 +42,7 @@ def missing_package(package: str, extra: str) -> CommandError:
 
 @contextlib.contextmanager
 def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]:
-    """Turn the library's errors and unreadable files into errors of an option: one of `options`, else `otherwise` if given."""
+    """Turn the library's errors and unreadable files into errors of one of the `options`, or of `otherwise` unless it is None."""
     try:
         yield
     except (OSError, TypeError, ValueError) as error:
@@ -50,7 +50,7 @@ def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]
 
         # messages begin with the argument, as in ``gamma must be in (0, 1]; got 2``
         name = error.option if isinstance(error, UnknownOption) else str(error).partition(" ")[0].partition("[")[0]
-        option = next((known for known in options if known == f"--{name.replace('_', '-')}"), otherwise)
+        option = next((each for each in options if each == f"--{name.replace('_', '-')}"), otherwise)
         if option is None:
             raise
         message = (
@@ -60,7 +60,7 @@ def option_errors(*options: str, otherwise: str | None = None) -> Iterator[None]
 
 
 class Common(NamedTuple):
-    """The last options of every command; None where one was not given."""
+    """The last options of every command; None where the command line has none."""
 
     device: Annotated[
         str | None, typer.Option(help="A torch device, or 'auto' for device_map='auto'. Default: cuda, else cpu.")
@@ -87,8 +87,8 @@ class Common(NamedTuple):
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")] = False
 
-    def given(self) -> dict[str, Any]:
-        """Settings by name: the flags that were given, and NAME=VALUE pairs, whose values are JSON or strings."""
+    def settings_by_name(self) -> dict[str, Any]:
+        """The settings of the command line: its flags, and its NAME=VALUE pairs, whose values are JSON or strings."""
         by_name = {name: getattr(self, name) for name in _FLAGS if getattr(self, name) is not None}
         for pair in self.option or ():
             name, equals, value = (part.strip() for part in pair.partition("="))
@@ -102,39 +102,39 @@ class Common(NamedTuple):
 
     def prefill_settings(self, for_model: bool = True) -> SettingsOverride | None:
         """The file's settings with the options over them, or the options alone, by name; None: the model's own settings hold."""
-        chosen = self.given()
-        if self.settings is None and not chosen:
+        by_name = self.settings_by_name()
+        if self.settings is None and not by_name:
             return None
         from flexmask.json_settings import keywords_of
         from flexmask.method import UnknownOption
         from flexmask.settings import PrefillSettings, apply_override
 
-        saved = PrefillSettings()
+        file_settings = PrefillSettings()
         if self.settings is not None:
             with option_errors(otherwise="--settings"):
-                saved = PrefillSettings.load(self.settings)
+                file_settings = PrefillSettings.load(self.settings)
         with self.errors():
-            keywords = keywords_of(chosen)
+            keywords = keywords_of(by_name)
             try:
-                whole = apply_override(saved, keywords, str(self.settings))
+                merged = apply_override(file_settings, keywords, str(self.settings))
             except UnknownOption:
                 # a model, which is read later, may have saved another method, which has this option
                 if self.settings is None and for_model and "method" not in keywords:
                     return keywords
                 raise
-        return keywords if self.settings is None else whole
+        return keywords if self.settings is None else merged
 
-    def settings_of(self, config: Any, chosen: SettingsOverride | None) -> PrefillSettings:
-        """The settings for a text model's config: `chosen`, else its own, else the defaults; checked for its layers and heads."""
+    def settings_of(self, config: Any, override: SettingsOverride | None) -> PrefillSettings:
+        """Settings for a text model's config: `override`, else its own, else the defaults; checked for its layers and heads."""
         from flexmask.integrations.huggingface.model_config import settings_for
 
         with self.errors():
-            settings = settings_for(config, chosen)
+            settings = settings_for(config, override)
             settings.check_model(config)
             return settings
 
     def errors(self) -> contextlib.AbstractContextManager[None]:
-        """`option_errors` for settings, which blame what was given: a flag, options, the file, else the model's own settings."""
+        """`option_errors` for settings, whose errors name a flag, --option or --settings, or without these the model."""
         flags = (f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(self, name) is not None)
         return option_errors(*flags, otherwise="--option" if self.option else "--settings" if self.settings else "MODEL")
 
@@ -144,8 +144,8 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(Common, include_extras=True)
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        command(Common(**{name: given.pop(name) for name in Common._fields}), **given)
+    def run(**arguments: Any) -> None:
+        command(Common(**{name: arguments.pop(name) for name in Common._fields}), **arguments)
 
     _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
     shared = (
@@ -157,7 +157,7 @@ def with_common(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parsed(value: str) -> Any:
-    """The value of a text: JSON, a number that JSON would write otherwise, or a string."""
+    """The value of a text: JSON, a number as Python writes it, or a string."""
     from flexmask.json_settings import json_data
 
     with contextlib.suppress(json.JSONDecodeError):

@@ -40,10 +40,10 @@ class Output:
             self.line(title)
         # a Text shows markup as it is
         table = Table(box=None, pad_edge=False, header_style="bold")
-        for at, name in enumerate(columns):
-            values = [row[at] for row in rows if row[at] not in ("", None)]
-            right = bool(values) and all(isinstance(cell, (int, float)) or cell.endswith("%") for cell in values)
-            table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+        for index, name in enumerate(columns):
+            values = [row[index] for row in rows if row[index] not in ("", None)]
+            is_numeric = bool(values) and all(isinstance(cell, (int, float)) or cell.endswith("%") for cell in values)
+            table.add_column(Text(name), justify="right" if is_numeric else "left", overflow="fold")
         for row in rows:
             cells = ("" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)
             table.add_row(*map(Text, cells))
@@ -62,7 +62,7 @@ class Output:
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr: a spinner, then a count by the yielded function. In a log lines, by tenths; silent with JSON."""
+        """Progress on stderr: a bar, or lines by tenths in a log; nothing with JSON. Yields a function that sets the count."""
         if not self.as_json and not self._err.is_terminal:
             self.remark(what)
             tenths = 0
