@@ -23,7 +23,7 @@ class SparseRequest:
     seq_len: int  # tokens so far, including this chunk
     prompt_len: int | None = None  # tokens of its prompt; None: the chunk ends it
     gamma: float | None = None  # the request's; None: the server's
-    # by kind of layer (`attend_chunk`)
+    # by kind of role, and dtype (`attend_chunk`)
     plans: dict[Any, Plan] = field(default_factory=dict, compare=False)
 
     @property
@@ -43,8 +43,8 @@ def attend_chunk(
     """Causal attention of a chunk whose last row is at the last key, at any length, with the results of `Plan.attend`.
 
     `query` is (rows, num_heads, head_dim), `key` and `value` are contiguous (num_kv_heads, seq_len, head_dim), `sinks`
-    (num_heads,). Layers of one kind share the plan of a `request`; None: one of this call alone, whose chunk ends its prompt.
-    The output is (rows, num_heads, v_head_dim), written into `out` if the kernel can.
+    (num_heads,). Layers of one kind share the plan of a `request`; without one the plan is this call's, and the chunk ends its
+    prompt. The output is (rows, num_heads, v_head_dim), written into `out` if the kernel can.
     """
     # contiguous as in the warm-up: kernels are compiled for the memory layout
     tensors = query.contiguous().transpose(0, 1)[None], key[None], value[None]
@@ -52,12 +52,12 @@ def attend_chunk(
     kind = (role.kind, query.dtype)
     plan = request.plans.get(kind)
     if plan is None:
-        # otherwise it has no effect
+        # has an effect only if the prompt goes on after this chunk
         prompt_len = request.prompt_len if (request.prompt_len or 0) > key.shape[1] else None
         inputs = attention_inputs(
             *tensors, scale=role.scale, softcap=role.softcap, window=role.window, sinks=sinks, prompt_len=prompt_len
         )
-        # at any length, because the split of the step has already decided
+        # at any length, because the split of the step has decided that the chunk runs sparse
         plan = plan_call(inputs, role.method.for_inputs(inputs), role.call_options, at_any_length=True)
         plan = request.plans[kind] = plan.without_tensors().with_replay()
     else:

@@ -98,6 +98,7 @@ class Counters:
         return float(kept) / pairs if pairs else None
 
     def report(self) -> str:
+        """The line for the log. Waits for the device."""
         density = self.density
         mean = "none" if density is None else f"{density:.1%}"
         tokens = f"{self.sparse_tokens} prefill tokens sparse in {self.sparse_steps} steps, {self.dense_tokens} dense"

@@ -77,7 +77,7 @@ class Engine:
         return split_step(requests, policy or self.options.policy)
 
     def count_step(self, role: SparseLayer, split: StepSplit, reason: str | None = None) -> None:
-        """Count a step once, in the first sparse layer: as split, or for a `reason`, which is logged once, all as dense."""
+        """Count a step's tokens, in its first sparse layer: as split, or all as dense for a `reason`, which is logged once."""
         if reason is not None:
             self.counters.warn_once(reason)
         if role is next((other for other in self.roles.values() if isinstance(other, SparseLayer)), None):
@@ -88,7 +88,7 @@ class Engine:
         self, role: SparseLayer, request: SparseRequest, query: Tensor, key: Tensor, value: Tensor,
         sinks: Tensor | None = None, is_counted: bool = True, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of a request's chunk, in `out` if given; shapes as in `attend_chunk`, inputs from `concat_cached`."""
+        """Attention of a request's chunk, in `out` if any; shapes as in `attend_chunk`, keys and values from `concat_cached`."""
         with_counts, requested = self.options.count_density, role.with_gamma(request.gamma)
         statistics = self.counters.statistics if with_counts else ()
         attended = attend_chunk(requested, query, key, value, sinks, request, statistics, with_counts=with_counts, out=out)

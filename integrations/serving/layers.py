@@ -53,7 +53,7 @@ class SparseLayer(LayerShape):
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """All that kernels are compiled for, so without options that are numbers on the device."""
+        """What kernels are compiled for: shape, method and options, except options that are numbers on the device."""
         method, options = self.method, self.method.options
         numbers = {*method.per_head_options, *method.pair_options, *(name for name in method.float_options if options[name])}
         return (*self._fixed, *((name, value) for name, value in options.items() if name not in numbers))

@@ -155,8 +155,8 @@ def _stock_layer(options: ServingOptions, ranks: int) -> int | None:
     settings, policy = options.settings, options.policy
     special = {*settings.layers, *settings.dense_layers}
     # represents all layers without options of their own
-    plain = next(layer for layer in range(len(special) + 1) if layer not in special)
-    layers = [plain] if options.num_layers is None or plain < options.num_layers else []
+    ordinary = next(layer for layer in range(len(special) + 1) if layer not in special)
+    layers = [ordinary] if options.num_layers is None or ordinary < options.num_layers else []
     for layer in (*layers, *sorted({*settings.layers}.difference(settings.dense_layers))):
         method = settings.layer_method(layer)
         heads = method.num_heads or ranks

@@ -21,7 +21,7 @@ _STEPS = 64  # lengths at which the number of heads per mask is computed
 
 
 def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, min_rows: int | None = None) -> str:
-    """The line that is logged at start-up."""
+    """The line that is logged at start-up: what runs sparse, how, and which layers stay stock, and why."""
     if not roles:
         return f"flexmask: no attention layers found in this model; {kernel} runs it. Settings: {options.source}."
     sparse = [role for role in roles if isinstance(role, SparseLayer)]
@@ -39,7 +39,7 @@ def roles_line(roles: Collection[Role], options: ServingOptions, kernel: str, mi
 
 
 def _method_summary(roles: Iterable[SparseLayer]) -> str:
-    """As in "hybrid, gamma 0.9, min_budget 1024": the options that may differ by head, and those that are not the default."""
+    """Method and options, as "hybrid, gamma 0.9"; without options at their default, unless they may differ by head."""
     methods = [role.method for role in roles]
     first = methods[0]
     parts = [first.name]

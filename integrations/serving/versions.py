@@ -56,8 +56,8 @@ def _served(engine: str, version: str) -> str:
 def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, ...] | set[str]]) -> list[str]:
     """Differences between the interfaces of an engine and those `wanted`.
 
-    ``holder.name`` with a tuple wants a function of a module or class, whose first arguments have these names, None for any.
-    A name with a set wants something that has these names (`names_of`). It is an entry of `found`, or else named by its path.
+    A key of `wanted` is a key of `found`, or a path. With a set, the object there must have these names (`names_of`). With a
+    tuple, the key is ``holder.name``, a function of such an object, whose first arguments must have these names; None is any.
     """
     faults = []
     for name, wishes in wanted.items():
@@ -74,7 +74,7 @@ def faults_in(found: Mapping[str, Any], wanted: Mapping[str, tuple[str | None, .
 
 
 def _thing(name: str, found: Mapping[str, Any]) -> Any:
-    """The entry of `found`, or what has this path; an object without names if nothing has."""
+    """The entry of `found`, else the object at this path, else an object without names."""
     if name in found:
         return found[name]
     try:

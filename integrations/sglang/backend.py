@@ -82,7 +82,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
     ) -> Tensor:
         """Attention of a step's prompts, shaped as `q`; without `save_kv_cache` another kernel has already written the cache."""
         engine, step, stock = self.flexmask, self.flexmask.step, super().forward_extend
-        role = engine.roles.get(layer)  # None: not the model's
+        role = engine.roles.get(layer)  # None: a layer that is not the model's
         if not isinstance(role, SparseLayer) or forward_batch.forward_mode.name not in PROMPTS:
             return stock(q, k, v, layer, forward_batch, save_kv_cache, **options)
         reason = None if step is None else call_reason(step, k, v, forward_batch, options)
@@ -107,7 +107,7 @@ class SparsePrefill(StockBase):  # type: ignore[misc]
                 # the pool divides by scales in place
                 written = (tensor if scales is None else tensor.clone() for tensor in chunk)
                 engine.pool.set_kv_buffer(layer, forward_batch.out_cache_loc[request.rows], *written, *(scales or ()))
-            # not named here, so that a request's keys and values are freed before the next one's are made
+            # keys and values have no name here, so that one request's are freed before the next one's are made
             engine.attend(
                 role,
                 request,

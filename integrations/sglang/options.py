@@ -23,10 +23,10 @@ def stock_kernel(decoding: str, device: str) -> str:
 
 def serving_options(kernel: str, model_config: Any = None) -> ServingOptions:
     """Read the options in the variable, JSON or the path of a JSON file; they may replace the stock `kernel`."""
-    return read_options(_given(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
+    return read_options(_parsed(os.environ.get(VARIABLE, "")), VARIABLE, VARIABLE, KERNELS, kernel, model_config)
 
 
-def _given(text: str) -> Any:
+def _parsed(text: str) -> Any:
     text = text.strip()
     if not text:
         return None

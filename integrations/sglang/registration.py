@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# nothing of flexmask: SGLang loads this module in each of its processes, whether or not our backend is chosen
+# imports no flexmask: SGLang loads this module in each of its processes, whether or not our backend is chosen
 import importlib
 from typing import Any
 
@@ -10,7 +10,7 @@ NAME = "flexmask"  # the backend's in SGLang's arguments
 
 
 def register() -> None:
-    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in SGLang of whatever release."""
+    """Make ``--prefill-attention-backend flexmask`` choose sparse prefill, in SGLang of any release."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 

@@ -18,11 +18,11 @@ from flexmask.integrations.vllm.pages import PageTable
 
 
 class Step(NamedTuple):
-    """One step of vLLM's scheduler: its split, and for each part its rows, as `impl` numbers them, and what it needs."""
+    """One step of vLLM's scheduler: its split, and for each part the rows, as `impl` numbers them, with metadata or pages."""
 
     split: StepSplit
     stock: tuple[tuple[slice, Any], ...]  # with the metadata of these rows
-    sparse: tuple[tuple[slice, SparseRequest, PageTable | None], ...]  # with its cached tokens, None without any
+    sparse: tuple[tuple[slice, SparseRequest, PageTable | None], ...]  # with the pages of its cached tokens, None without any
 
 
 class Splitter:
@@ -34,7 +34,7 @@ class Splitter:
 
     def split(self, common: Any) -> StepSplit:
         num_reqs = common.num_reqs
-        if common.max_query_len < self.policy.min_rows:  # as when all decode; reads no request by itself
+        if common.max_query_len < self.policy.min_rows:  # as when all decode: no request is read by itself
             rows = common.query_start_loc_cpu[: num_reqs + 1].diff()
             prefills = rows > 1 if common.is_prefilling is None else common.is_prefilling[:num_reqs]
             # requests that pad the batch for a CUDA graph have no rows, and may have no entry in is_prefilling
@@ -118,7 +118,7 @@ class SparsePrefillBuilder(StockBase):  # type: ignore[misc]
 
     def flexmask_part(self, common: Any) -> Any:
         """Metadata for a part of the step's requests."""
-        # fast, because the only buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
+        # with fast_build, because the only buffer for an ahead-of-time schedule (FA3) belongs to the metadata of all rows
         return super().build(0, common, True)
 
     def flexmask_step_of(self, split: StepSplit, common: Any, first: int, first_row: int) -> Step:

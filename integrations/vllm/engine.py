@@ -102,7 +102,7 @@ class VLLMEngine(Engine):
         return role_of_shape(shape_of(plugin.impl_args), index, self.options.settings, *_tensor_parallel_rank())
 
     def prepare(self, device: torch.device, in_profile: bool) -> None:
-        """Once: assign the roles of all layers, log them, compile, and make the largest call if memory is being measured."""
+        """Once: assign and log the roles of all layers, compile, and with `in_profile` make the largest call."""
         from vllm.distributed import get_pp_group
 
         with _LOCK:
@@ -136,7 +136,7 @@ class VLLMEngine(Engine):
             pages_kernel.compile_for(widths, self.dtype, device)
 
     def _min_rows(self, builder: Any) -> int:
-        """The least rows that latent attention does not decode, by a bare builder. vLLM raises it for speculative decoding."""
+        """The least rows that latent attention does not decode, by a builder without state. Speculative decoding raises it."""
         bare = builder.__new__(builder)
         bare.vllm_config = self._vllm_config
         bare._init_reorder_batch_threshold(builder.reorder_batch_threshold, builder.query_len_support.name != "SINGLE_ONLY")
@@ -155,13 +155,13 @@ def _tensor_parallel_rank() -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
 
-# the engines of this process; weak, because layers and builders hold theirs. They find it by vLLM's configuration, which a draft
-# model copies
+# the engines of this process; weak, because layers and builders hold theirs. They find their engine by vLLM's configuration,
+# which a draft model copies
 _ENGINES: weakref.WeakSet[VLLMEngine] = weakref.WeakSet()
 
 
 def engine_of(vllm_config: Any) -> VLLMEngine:
-    """The engine of a configuration, made at the first call. A draft model's copy has the same, by the registry of layers."""
+    """The engine of a configuration, made once. A draft model's copy shares the registry of layers and so the engine."""
     with _LOCK:
         engine = existing_engine(vllm_config)
         if engine is None:

@@ -36,7 +36,7 @@ class PluginLayer:
         self.role: Role | None = None  # from `VLLMEngine.prepare` on
 
     def sparse_step(self, attn_metadata: Any, scale: float) -> tuple[SparseLayer, Step] | None:
-        """The layer's role and the split step, or None if the layer runs stock in it; counts the step's tokens."""
+        """The layer's role and the split step, or None if the layer runs stock in this step; counts the step's tokens."""
         step: Step | None = getattr(attn_metadata, "flexmask_step", None)
         role = self.role
         if step is None or not isinstance(role, SparseLayer):
@@ -71,10 +71,10 @@ class SparsePrefillImpl(PluginMixin):
         scales = (output_scale, output_block_scale)
         if attn_metadata is None:  # memory is measured, or the model is compiled
             self.flexmask.engine.prepare(query.device, in_profile=True)
-        found = self.flexmask.sparse_step(attn_metadata, float(self.scale))
-        if found is None:
+        role_and_step = self.flexmask.sparse_step(attn_metadata, float(self.scale))
+        if role_and_step is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
-        role, step = found
+        role, step = role_and_step
         for rows, metadata in step.stock:
             super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows], *scales)
         sinks = getattr(self, "sinks", None)
@@ -89,7 +89,7 @@ class SparsePrefillImpl(PluginMixin):
             if page_table is not None and role.window is not None:
                 # vLLM frees pages before the window of the first row
                 page_table = page_table.since(max(0, request.cached_len - role.window + 1))
-            # not named here, so that a request's keys and values are freed before the next one's are made
+            # keys and values have no name here, so that one request's are freed before the next one's are made
             self.flexmask.engine.attend(
                 role,
                 request,
@@ -129,16 +129,16 @@ class SparseLatentImpl(PluginMixin):
         output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attention of one step's prefills, whose rows follow the decoding rows."""
-        found = self.flexmask.sparse_step(attn_metadata, float(self.scale))
-        if found is None:
+        role_and_step = self.flexmask.sparse_step(attn_metadata, float(self.scale))
+        if role_and_step is None:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
-        role, step = found
+        role, step = role_and_step
         for rows, metadata in step.stock:
             part = (q[rows], kv_c_normed[rows], k_pe[rows])
             super().forward_mha(*part, kv_c_and_k_pe_cache, metadata, k_scale, output[rows], output_scale)
         for rows, request, page_table in step.sparse:
-            # not named here, so that a request's keys and values are freed before the next one's are made
+            # keys and values have no name here, so that one request's are freed before the next one's are made
             output[rows] = self.flexmask.engine.attend(
                 role, request, q[rows], *self.flexmask_expanded(kv_c_and_k_pe_cache, page_table, kv_c_normed[rows], k_pe[rows])
             ).flatten(1)

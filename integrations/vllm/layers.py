@@ -61,7 +61,7 @@ def layer_reason(impl_args: Mapping[str, Any], dtype: torch.dtype) -> str | None
 
 
 def bound_arguments(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """The arguments of a call by name, without those that flexmask does not know and that have their default."""
+    """The arguments of a call by name; those that flexmask does not know are left out if they have their default."""
     parameters = inspect.signature(function).parameters
     bound: dict[str, Any] = {}
     for name, value in inspect.signature(function).bind(*arguments, **options).arguments.items():

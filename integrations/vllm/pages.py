@@ -11,7 +11,7 @@ from torch import Tensor
 from flexmask._torch import HAS_TRITON
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Caches of bytes by vLLM's name; keys and values have one scale each per layer, or one per KV head."""
+"""Dtypes of FP8 caches by vLLM's name; keys and values have one scale each per layer, or one per KV head."""
 
 
 class PageTable:
@@ -44,7 +44,8 @@ class PageTable:
 def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values, (num_kv_heads, tokens, head_dim) each, from the cache of FLASH_ATTN or TRITON_ATTN.
 
-    The cache is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order; else RuntimeError.
+    The cache is (pages, num_kv_heads, tokens per page, 2 * head_dim), keys before values, in any memory order.
+    Raises RuntimeError for another shape.
     """
     if cache.dim() != 4 or cache.shape[3] != 2 * head_dim:
         raise RuntimeError(
@@ -62,7 +63,7 @@ def gathered(cache: Tensor, page_table: PageTable, head_dim: int) -> tuple[Tenso
 
 
 def kernel_serves(cache: Tensor, chunk: tuple[Tensor, Tensor]) -> bool:
-    """True if `pages_kernel` can copy them: one dtype, on a GPU, and the numbers of a token in one head contiguous."""
+    """True if `pages_kernel` can read both: one dtype, on a GPU, and the numbers of a token in one head contiguous."""
     # `gathered` refuses shapes that do not fit
     key, value = chunk
     _, num_kv_heads, head_dim = key.shape

@@ -53,8 +53,8 @@ def _keys_and_values_kernel(
 def keys_and_values(cache: Tensor, page_table: PageTable, chunk: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values of all of a request's tokens, (num_kv_heads, tokens, head_dim) each and contiguous, if `kernel_serves`.
 
-    Equal to `gathered` followed by `concat_cached`: those of the `chunk`, (rows, num_kv_heads, head_dim) each, follow the cached
-    ones, and tokens before the table's first are zero.
+    Equal to `gathered` followed by `concat_cached`: the rows of the `chunk`, (rows, num_kv_heads, head_dim) each, follow the
+    cached ones, and tokens before the table's first are zero.
     """
     chunk_key, chunk_value = chunk
     rows, num_kv_heads, head_dim = chunk_key.shape

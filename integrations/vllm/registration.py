@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# nothing of flexmask: vLLM loads this module in each of its processes, whether or not our backend is chosen
+# imports no flexmask: vLLM loads this module in each of its processes, whether or not our backend is chosen
 import functools
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _log = logging.getLogger("vllm.flexmask")
 
 
 def register() -> None:
-    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM calls this in each process, of whatever release."""
+    """Register sparse prefill as ``--attention-backend CUSTOM``; vLLM of any release calls this in each process."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM

@@ -46,7 +46,7 @@ _LATENT: dict[str, tuple[str, ...] | set[str]] = {
     "vllm.model_executor.layers.attention.mla_attention.MLAAttention.forward_impl": (
         "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata",
     ),
-    # all but those that nothing reads
+    # all but the arguments that the plug-in never reads
     "implementation's arguments": LATENT_ARGUMENTS - {"sinks", "q_lora_rank", "qk_rope_head_dim"},
     "builder": {"query_len_support", "reorder_batch_threshold", "_prefill_backend"},
     "vllm.v1.attention.backends.mla.prefill.base.MLAPrefillBackend": {"clone"},

@@ -39,7 +39,7 @@ def assert_a_mixture_s(stock: Any, ours: Any, dense: Any, half: Any) -> None:
 
 
 class EngineTests:
-    """The fixture `run` gives what an engine wrote, by its name in the engine's table; `adapter` what the adapter did."""
+    """The fixture `run` gives what an engine wrote, by its name in the engine's table; `adapter` gives what the adapter wrote."""
 
     same: ClassVar[tuple[str, ...]]  # questions
     stock: ClassVar[str]  # the kernel
@@ -53,7 +53,7 @@ class EngineTests:
         assert_the_adapter_s(run("stock"), run("sparse"), adapter["sparse"])
 
     def test_requests_choose_gamma_or_dense_attention(self, run):
-        """By index: the server's gamma, 1, dense and 0.5."""
+        """Requests 0 to 3 have the server's gamma, gamma 1, dense attention and gamma 0.5."""
         stock, ours = (run(name)["beside_each_other"] for name in ("stock", "sparse"))
         # in the same chunks, by a server with that gamma
         half = run("half")["beside_each_other_plainly"]
@@ -80,7 +80,7 @@ class EngineTests:
             "a request takes flexmask_gamma and flexmask_dense; got 'flexmask_read'",
         ]
         assert answer["tokens"]
-        # a stock one takes anything
+        # a stock server takes anything
         assert len(answers(run("stock")["wrongly"])) == len(WRONG_OPTIONS) + 1
 
     def test_two_ranks_share_heads_and_gammas(self, run):
@@ -94,7 +94,7 @@ class EngineTests:
         assert f"{self.stock} runs the other rows and layers. Settings: {self.source}." in log
 
     def test_an_answer_follows_a_grammar(self, run):
-        """In text of three words."""
+        """The grammar allows text of three words."""
         stock, ours = (run(name)["by_a_grammar"] for name in ("stock", "sparse"))
         assert_same_answers(stock[1:], ours[1:])
         assert distance(stock[:1], ours[:1]) > 1

@@ -24,7 +24,7 @@ def sparse(*kept):
 
 
 def looked_at(**held):
-    """The same of two heads, with statistics; what is not in `held` was not computed."""
+    """A sparse call of two heads with statistics; those that are not in `held` are NaN, as if not computed."""
     heads = torch.tensor([[0.3, 0.3]])
     unknown, none = torch.full_like(heads, math.nan), torch.zeros_like(heads, dtype=torch.bool)
     found = {"coverage": unknown, "min_row_coverage": unknown, **{name: torch.tensor([each]) for name, each in held.items()}}
@@ -95,7 +95,7 @@ def test_heads_that_keep_little_are_named_once_for_all_layers(caplog):
     assert caplog.messages == [
         "flexmask: heads that keep less than 25% of some rows' attention: layer 2 head 1 11%, layer 3 head 0 20%"
     ]
-    # nothing is left to tell
+    # once heads are named, no step samples any
     counters.add_step(70, 0)
     assert counters.statistics == ()
 

@@ -20,7 +20,7 @@ def test_sparse_requests_have_their_prompt_s_length():
     requests = StepRequests([0, 300, 600, 900], [600, 300, 300], prompt_lens=lengths)
     split = split_step(requests, DensePolicy(256, 64))
     assert [each.prompt_len for each in split.sparse] == [900, 300, 5] and type(split.sparse[0].prompt_len) is int
-    # padding has none
+    # requests that pad the batch have no prompt
     padded = split_step(StepRequests([0, 300, 600], [600, 300], prompt_lens=[7]), DensePolicy(256, 64))
     assert [each.prompt_len for each in padded.sparse] == [7, None]
 
@@ -37,7 +37,7 @@ def test_a_request_s_own_gamma_and_dense_attention_decide_the_split():
 
 @pytest.mark.parametrize("seq_lens", [None, [0, 0], [99, 0]])
 def test_rows_whose_lengths_the_host_does_not_know_run_stock(seq_lens):
-    """At dense_below=0 too; a sparse request would have a negative number of cached tokens."""
+    """Also at dense_below=0, where a sparse request would have a negative number of cached tokens."""
     split = split_step(StepRequests([0, 100, 164], seq_lens), DensePolicy(0, 16))
     assert (split.sparse, split.stock, split.dense_tokens) == ((), (StockSpan(0, 2, 0, 164),), 164)
     # first chunks
@@ -74,7 +74,7 @@ def test_every_row_is_in_exactly_one_place(requests, min_rows, dense_below):
     assert sum(stop - start for start, stop in covered) == starts[-1]
     for span in split.stock:
         assert (span.start, span.stop) == (starts[span.first_request], starts[span.end_request])
-        # vLLM's splitting needs it
+        # vLLM's split_attn_metadata needs rows in the first and the last request
         assert rows[span.first_request] > 0 < rows[span.end_request - 1]
     assert split.sparse_tokens + split.dense_tokens == sum(
         n for n, is_prefill in zip(rows, prefilling, strict=True) if is_prefill

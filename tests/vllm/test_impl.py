@@ -35,7 +35,7 @@ def test_every_row_attends_to_its_own_keys(mix, order, by_kernel, parts, engine,
 @pytest.mark.parametrize("by_kernel", [False, True])
 @pytest.mark.parametrize("junk", [float("nan"), -50.0])
 def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, monkeypatch):
-    """They are free: empty, or those of another request."""
+    """The pages are free: they are empty, or hold another request's keys."""
     if by_kernel:
         stock_steps.read_by_kernel(monkeypatch)
     builder, _ = parts
@@ -51,7 +51,7 @@ def test_pages_before_the_window_are_not_read(junk, by_kernel, parts, engine, mo
             cache[common.block_table_tensor[0, :5].long()] = junk
     assert engine.counters.density is not None and engine.counters.density < 0.9
     assert torch.equal(*outputs)
-    # masks too
+    # masks are computed from the same keys
     keys = [call.args[3] for call in engine.attend.call_args_list]
     assert [each.shape[1] for each in keys] == [326, 104] * 2 and all(map(torch.equal, keys[:2], keys[2:]))
 
@@ -76,7 +76,7 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts, engine):
     later = rows_attention(exact[:70], *(torch.cat(each) for each in both), 0.2)
     torch.testing.assert_close(output[:70], later, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output[70:], rows_attention(exact[70:], key[70:], value[70:], 0.2), rtol=1e-4, atol=1e-5)
-    # FP8 rounds what neither of them reads
+    # all rows from the cache, rounded or not, would give other outputs
     for read in (numbers, cache):
         assert (later - rows_attention(exact[:70], *rows_of(read, common.block_table_tensor[0], 103), 0.2)).abs().max() > 1e-2
 

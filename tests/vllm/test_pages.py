@@ -17,7 +17,7 @@ LENGTHS = (34, 48, 5)
     ("page_size", "tokens"), [*((PAGE, tokens) for tokens in LENGTHS), (1, 48), (48, 1111), (528, 1111), (544, 1111)]
 )
 def test_pages_of_a_gpu_cache(page_size, tokens, order, dtype):
-    """Of a mixture they take as many bytes as a state; neither blocks nor chunks need divide them."""
+    """A mixture's pages take as many bytes as a state; blocks and chunks need not divide them."""
     generator = torch.Generator().manual_seed(0)
     number = -(-tokens // page_size) + 2
     cache = torch.randint(256, (number, HEADS, page_size, 2 * DIM), generator=generator).to(dtype)
