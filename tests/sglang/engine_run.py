@@ -24,9 +24,9 @@ from tests.serving.programs import CHOSEN, ENGINE_ENVIRONMENT, FAULT, prompt
 from tests.vllm import random_models
 from tests.vllm.engines import BY_HEAD, HALF, KEEP_ALL, MIXTURES, MODEL, SPARSE
 
-# where conftest.py found no kernels
+# stand-ins for kernels, where conftest.py found none
 _NAMES_ONLY = [str(ROOT / "tests/sglang/names_only")] if os.environ.get("SGLANG_USE_CPU_ENGINE") else []
-# an engine may stand on the path too
+# keeps PYTHONPATH, on which an engine may be
 ENVIRONMENT = {
     **ENGINE_ENVIRONMENT,
     "PYTHONPATH": os.pathsep.join([str(ROOT), *_NAMES_ONLY, os.environ.get("PYTHONPATH", "")]),
@@ -35,7 +35,7 @@ CHUNK = 777
 SAME = ("odd_chunks", "mixed", "short", "prefix_hits")
 _OURS = {"prefill_attention_backend": "flexmask"}
 _ON_CPU = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
-# several engines share the GPU, and the ports around this one
+# several engines share the GPU, so each has its own ports, from this one on
 _ON_GPU = {"device": "cuda", "dtype": "bfloat16", "sampling_backend": "pytorch", "port": 20000 + 2 * (os.getpid() % 10000)}
 
 
@@ -51,7 +51,7 @@ class Engine(NamedTuple):
 
 _MIXTURES = {name: model for name, (model, _) in MIXTURES.items()}
 _MIXTURES["qwen3_next"] = functools.partial(random_models.qwen3_next, dense_layers=())
-# the default for Nemotron-H is FlashInfer, though this model has no experts
+# SGLang's default for Nemotron-H is FlashInfer, even for this model, which has no experts
 _EXPERTS = {"nemotron": {"moe_runner_backend": "triton"}}
 
 ENGINES = {

@@ -33,7 +33,7 @@ class Served:
         self.runner = SimpleNamespace(
             device="cpu", dtype=torch.float32, model=self.model, token_to_kv_pool=self.pool, req_to_token_pool=self.requests
         )
-        # of slots, which kernels on CPUs do not read
+        # translates slots for kernels; those on CPUs do not read them
         self.runner.kv_index_translator = Mock()
         self.backend = TorchNativeAttnBackend(self.runner)
         if settings is not None:

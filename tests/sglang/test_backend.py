@@ -103,7 +103,7 @@ def test_steps_in_cuda_graphs_and_of_decoding_run_stock(monkeypatch):
     assert ours.engine.step is not None
     ours.backend.init_forward_metadata_out_graph(SimpleNamespace(), in_capture=True)
     assert ours.engine.step is ours.engine.split_to_count is None
-    # nor is a split used for another kind of step
+    # a split is not used for another kind of step either
     ours.step([(0, 0, 200)])
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
     assert ours.backend.forward_extend(None, 1, 1, ours.model.attn, batch) == "stock"

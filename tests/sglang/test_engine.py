@@ -27,7 +27,7 @@ def test_what_was_asked_did_happen(run):
     assert [each["cached"] for each in ours["prefix_hits"]] == [each["cached"] for each in run("stock")["prefix_hits"]]
     assert ours["prefix_hits"][1]["cached"] > 2900 and ours["prefix_hits"][2]["cached"] == 2000
     assert any("#new-seq: 1" in line and "#running-req: 2" in line for line in ours["log"].splitlines())
-    # all of odd_chunks, of mixed what fills a block, and of prefix_hits what was not cached
+    # sparse are all of odd_chunks, the prompts of mixed that fill a block, and the tokens of prefix_hits that were not cached
     assert ours["metrics"]["sparse"] > 3000 + 2500 + 1300 + 2990 + 1300
     assert ours["metrics"]["dense"] >= 40 + 40
 
@@ -70,7 +70,7 @@ def test_the_model_s_own_config_is_read(run):
         "(the largest call: 8192 tokens < dense_below 16384)" in line and "Settings: the model's config.json." in line
         for line in log_of(ours)
     )
-    # a short prompt is the stock backend's
+    # a short prompt gets the stock backend's answer
     assert distance(run("stock")["odd_chunks"], ours["odd_chunks"]) == 0
 
 

@@ -27,7 +27,7 @@ def test_options_are_noted_and_enter_the_key(read):
     made = read({"flexmask_gamma": 0.5, "thinking_budget": 9}, extra_key="mine")
     assert decoded_options(made.sampling_params.custom_params) == RequestOptions(gamma=0.5)
     assert made.extra_key == prefix_key("mine", RequestOptions(gamma=0.5))
-    # a client may choose any key, also this
+    # a client may choose any key, even one of ours
     assert read({"a": 1}, extra_key=made.extra_key).extra_key == prefix_key(made.extra_key, None) != made.extra_key
     assert [read(None, extra_key=key).extra_key for key in ("mine", None)] == ["mine", None]
     # a server without the backend
@@ -35,7 +35,7 @@ def test_options_are_noted_and_enter_the_key(read):
 
 
 def test_a_request_without_a_key_takes_no_options(read):
-    """Requests for embeddings share prefixes."""
+    """Requests for embeddings share prefixes, whatever their options."""
     for custom in (None, {}, {"flexmask_gamma": None, "flexmask_dense": None}):
         assert not hasattr(read(custom), "extra_key")
     with pytest.raises(ValueError, match="must be left out of requests that generate nothing"):

@@ -41,7 +41,7 @@ def log_probabilities(model, tokens, chunk, options, min_rows):
         with sparse_prefill(model, **options, prompt_len=tokens.shape[1]) if is_sparse else nullcontext():
             logits.append(model(input_ids=part, past_key_values=cache).logits[0])
         forget(cache, windows)
-    # as vLLM takes them
+    # in float32, as vLLM computes them
     every = torch.cat(logits).float().log_softmax(-1)
     return {"prompt_logprobs": every[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist(), "token": int(every[-1].argmax())}
 
@@ -65,12 +65,12 @@ def main(*words_and_out):
         if name in ("whole", "chunks", "odd_chunks")
     }
     if engine.arguments.get("enable_prefix_caching"):
-        # chunks end at pages, whose states are kept, the last but one at the last page
+        # as in vLLM, which keeps states at the ends of pages, chunks end there, the last but one at the last whole page
         page = next(int(word) for word in words if word.isdigit())
         for name, (tokens, chunk) in asked.items():
             most, whole = chunk // page * page, len(tokens) // page * page
             asked[name] = tokens, [x for x in (*[most] * (whole // most), whole % most, len(tokens) - whole) if x]
-    # FLASH_ATTN_MLA decodes the others
+    # FLASH_ATTN_MLA decodes shorter chunks
     min_rows = 513 if questions is LATENT_ON_CUDA else 2
     dtype = "bfloat16" if {"cuda", "bfloat16"} & set(words) else engine.arguments.get("dtype", "float32")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()

@@ -1,6 +1,6 @@
 """Bounds of the differences of `agreement`, from rounding: between two stock engines, and between the adapter in two dtypes."""
 
-# by comparison: those of stock engines that differ by rounding alone
+# for each comparison, one of stock engines that differ by rounding alone
 VLLM = {
     "keep_all and stock": "stock in other chunks",
     "graphs and stock": "stock in other chunks",
@@ -16,9 +16,9 @@ FAULTS = {
     **{f"planted fault {name} and stock": "stock in other chunks" for name in ("another_page", "offset_off_by_one")},
     **{f"planted fault_{name} and stock": "triton_stock and stock" for name in ("slots", "rows")},
 }
-# times the mean and the 99th percentile of such a comparison; times its largest difference
+# factors of the mean and 99th percentile of such a comparison, and of its largest difference
 _ROUNDING, _FAULT = 2, 4
-# times the adapter's own: each of two engines in bfloat16 moves as many blocks across a threshold
+# factor of the adapter's own differences: each of two engines in bfloat16 moves as many blocks across a threshold
 _MASKS = 2
 
 

@@ -48,7 +48,7 @@ def main(name: str, *device_and_out: str) -> None:
     asked = Asked(LLM(**{**common, **given, **engine.arguments}), engine, device, Path(out).with_suffix(".adapters"))
     before = counters["stats"]["unique_graphs"]
     results = {each: asked.ask(each) for each in engine.asks}
-    # of this process
+    # these are of this process alone
     results |= {"compiled_by_requests": counters["stats"]["unique_graphs"] - before, "counters": asked.counts()}
     results |= {"backends": asked.backends(), "roles": asked.roles(), "page_sizes": asked.page_sizes()}
     results["faults"] = {
@@ -68,7 +68,7 @@ class Asked(programs.Asked):
         if engine.questions is not QUESTIONS:
             self.prompt = random_models.prompt
         if engine.arguments.get("kv_cache_dtype") == "fp8":
-            # scales that are not 1
+            # with scales of 1 a missing scale would not show
             for layer in self.layers:
                 layer._k_scale.fill_(0.06)
                 layer._v_scale.fill_(0.03)
@@ -82,7 +82,7 @@ class Asked(programs.Asked):
         """Most rows of a step, which vLLM reads in every step; another process's stay."""
         if self.has_budget:
             self.scheduler.max_num_scheduled_tokens = tokens
-            # off for latent attention on CPUs
+            # vLLM turns it off for latent attention on CPUs
             self.scheduler.scheduler_config.enable_chunked_prefill = True
 
     @property
@@ -209,7 +209,7 @@ def faults(page_sizes):
     yield "another_page", patch.object(pages.PageTable, "__init__", wrong)
 
     def twice(table, tokens):
-        # with one page of its own the second is no request's, and may hold states of other layers
+        # a request of one page has no second one: that entry may be a page with states of other layers
         return table_of(torch.cat([table[1:2], table[1:]]) if tokens > max(page_sizes) else table, tokens)
 
     yield "second_page_twice", patch.object(builder, "PageTable", twice)

@@ -14,36 +14,36 @@ ENVIRONMENT = {
     **ENGINE_ENVIRONMENT,
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    # else a core is set aside
+    # otherwise vLLM sets a core aside
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-# of processes that find the plug-in for CPUs
+# with it, processes find the plug-in for CPUs
 CPU_PLUGIN = str(ROOT / "tests/vllm/cpu_plugin")
 PYTHONPATH = os.pathsep.join([CPU_PLUGIN, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 ON_CUDA = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # a package that the engine does not need
+    # 1 would need a package that the engine can do without
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 MAX_TOKENS, PAGE = 8192, 32
-# two requests of `preempted` do not fit to their end
+# so few that the two requests of `preempted` do not fit to their end
 PAGES = 264
 KEEP_ALL = {"gamma": 1.0, "block_size": 64, "dense_below": 0}
 SPARSE = {"gamma": 0.9, "block_size": 64, "min_budget": 128, "dense_below": 0}
-# far from dense attention in a model of random weights
+# keeps so little that answers of a model of random weights are far from those of dense attention
 HALF = {**SPARSE, "gamma": 0.5, "min_budget": 64}
 BY_HEAD = {**SPARSE, "gamma": [0.6, 0.98, 0.7, 0.9, 0.95, 0.6, 1.0, 0.8]}
 
 
-# of random models, as `QUESTIONS`: rows, beginnings and ends of prompts, new tokens
+# questions to random models, as `QUESTIONS`: rows, beginnings and ends of prompts, new tokens
 WHOLE = {"whole": (MAX_TOKENS, [(0, 1500), (0, 700)], 4), "odd_chunks": (333, [(0, 1500)], 4)}
 _PROMPTS = [(0, 1500), (0, 40), (0, 700), (300, 330), (100, 900)]
 LATENT = {"whole": (MAX_TOKENS, _PROMPTS, 6), "odd_chunks": (333, _PROMPTS[:3], 6)}
-# more than the 512 rows that FLASH_ATTN_MLA decodes
+# chunks of more than the 512 rows that FLASH_ATTN_MLA decodes
 LATENT_ON_CUDA = {**LATENT, "odd_chunks": (605, _PROMPTS[:3], 6)}
-# chunks between one page of a mixture and two, and a prompt whose beginning may be cached
+# chunks longer than one page of a mixture and shorter than two, and a prompt whose beginning may be cached
 MIXED = {"chunks": (777, [(0, 1700), (0, 700), (5, 45)], 6)}
 SPARSELY = ("whole", "chunks", "odd_chunks", "mixed")
 SHORTLY = ("odd_chunks", "mixed_at_one")
@@ -68,7 +68,7 @@ class Engine(NamedTuple):
 
 _GRAPHS: dict[str, Any] = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256, 512, 1024]}}
 _FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
-# what a server turns on
+# features that a server may turn on
 _BY_NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 # the model is its own draft, whose prefills are dense
 _BY_A_DRAFT = {"method": "draft_model", "model": MODEL, "num_speculative_tokens": 3}
@@ -77,14 +77,14 @@ GUESSED: tuple[tuple[str, int, dict[str, Any]], ...] = (
     # a row of each step is the draft's
     ("drafted", 778, {"speculative_config": _BY_A_DRAFT, "disable_log_stats": False}),
 )
-# traced: without a warm-up, which eager models on CPUs do not have, vLLM's later stages cannot start
+# traced, because vLLM's later stages cannot start without a warm-up, which eager models on CPUs do not have
 _TRACED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 _STAGES: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2, **_TRACED}
 # a model with the retriever's tokenizer
 _SEEING: dict[str, Any] = {"skip_tokenizer_init": False, "max_model_len": MAX_TOKENS}
-# one more than are asked for: vLLM's operators for CPUs give requests without an adapter that of the last place
+# one adapter more than requests use: vLLM's operators for CPUs give requests without an adapter the last one
 _ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-# vLLM's own operator for CPUs turns latent queries of several heads wrong
+# vLLM's own operator for CPUs rotates latent queries of several heads wrongly
 _NATIVE_ROPE: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 
 
@@ -114,14 +114,14 @@ ENGINES = {
     "half": Engine({**SPARSE, "gamma": 0.5}, ("beside_each_other_plainly",)),
     "flexprefill": Engine({**SPARSE, "method": "flexprefill"}, SPARSELY),
     "by_head": Engine(BY_HEAD, ("whole", "odd_chunks")),
-    # the memory-measuring run comes before the builder
+    # here vLLM measures memory before it makes the builder
     "compiled": Engine(KEEP_ALL, arguments={"enforce_eager": False}),
     # on a GPU: chunks in graphs that are larger than they are
     "graphs": Engine(KEEP_ALL, arguments=_GRAPHS),
     "graphs_sparse": Engine(SPARSE, SPARSELY, arguments=_GRAPHS),
     "triton_stock": Engine(None, kernel="TRITON_ATTN"),
     "triton": Engine({**KEEP_ALL, "kernel": "TRITON_ATTN"}),
-    # over two GPUs, in chunks of 777
+    # on two GPUs, in chunks of 777
     "two_ranks": Engine(BY_HEAD, ("odd_chunks",), ranks=2, rows=777),
     "stock_on_two": Engine(None, ("odd_chunks", "mixed"), ranks=2, rows=777),
     "keep_all_on_two": Engine(KEEP_ALL, ("odd_chunks", "mixed"), ranks=2, rows=777),
@@ -170,7 +170,7 @@ ENGINES = {
 
 
 def on_cpu(options, is_latent=False):
-    """In float32, eager."""
+    """Environment and arguments of an engine in float32, eager."""
     environment = ENVIRONMENT if options is None else {**ENVIRONMENT, "PYTHONPATH": PYTHONPATH}
     # where CPUs have AMX, vLLM chooses AMX_MLA, which takes no float32
     backend = {"attention_backend": "CPU_MLA"} if is_latent else {}
@@ -178,7 +178,7 @@ def on_cpu(options, is_latent=False):
 
 
 def on_cuda(options, kernel):
-    """In bfloat16, compiled and with CUDA graphs; memory for several engines."""
+    """Environment and arguments of an engine in bfloat16, compiled, with CUDA graphs, and so little memory that several fit."""
     backend = kernel if options is None else "CUSTOM"
     memory = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**30}
     # gated delta nets without FlashInfer's kernels

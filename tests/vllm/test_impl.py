@@ -71,7 +71,7 @@ def test_an_fp8_cache_and_quantized_queries_are_scaled(parts, engine):
         output = torch.empty_like(query)
         impl.forward(layer, quantized, key, value, stored.view(torch.uint8), builder.build(0, common), output)
     exact = quantized.float() * by_head
-    # rounded before the chunk, and the step's own rows
+    # keys and values are rounded before the chunk, and exact in it
     both = zip(rows_of(numbers, common.block_table_tensor[0], 33), (key[:70], value[:70]), strict=True)
     later = rows_attention(exact[:70], *(torch.cat(each) for each in both), 0.2)
     torch.testing.assert_close(output[:70], later, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ from flexmask.integrations.vllm.pages import FP8_CACHES, PageTable, gathered, vi
 
 PAGES, HEADS, PAGE, DIM = 9, 3, 16, 32
 TABLE = torch.tensor([7, 2, 5, 0, 0], dtype=torch.int32)
-# on the last page two tokens, on a full page, fewer than a page
+# two tokens on the last page, full pages only, fewer tokens than a page
 LENGTHS = (34, 48, 5)
 
 

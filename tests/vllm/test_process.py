@@ -59,7 +59,7 @@ def test_one_engine_for_a_configuration():
 
 
 def builder_class(decoded=1, support="SINGLE_ONLY"):
-    """A builder's class as the plug-in makes it; of latent attention it may decode the rows that verify guesses."""
+    """A builder's class as the plug-in makes it; for latent attention it may decode the rows that verify guesses."""
 
     class Builder:
         reorder_batch_threshold = decoded
@@ -86,7 +86,7 @@ def layer_of(builder=None, model="a", is_latent=False, kind=SimpleNamespace):
 
 
 def engine_with(*layers, **options):
-    """An engine of layers, the first dense, or those named; what they start with is noted, and compiles nothing."""
+    """An engine of these layers, by default with the first one dense; mocks note what it starts with, and compile nothing."""
     config = config_of({"dense_layers": [0], **options})
     engine = VLLMEngine(config)
     engine.start, engine.reserve, engine.compile_reader = Mock(), Mock(), Mock()
@@ -97,7 +97,7 @@ def engine_with(*layers, **options):
 
 
 def started(engine):
-    """Largest call, dtype, kernel, rows of a chunk at least, and whether this rank logs and its stage exports the counters."""
+    """Largest call, dtype, kernel, least rows of a chunk, and whether this rank logs and its stage exports the counters."""
     largest, _, dtype, kernel, policy, is_first, exports = engine.start.call_args.args
     return largest, dtype, kernel, policy.min_rows, is_first, exports
 
@@ -127,7 +127,7 @@ def test_the_reader_of_the_cache_is_compiled_for_sparse_layers_with_keys_in_it(i
 
 
 def test_layers_that_are_not_served_are_stock_with_a_reason():
-    """As those with chunked local attention (Llama 4), those of Kimi Linear, and those of drafts."""
+    """Such as layers with chunked local attention (Llama 4), those of Kimi Linear, and those of drafts."""
     own = builder_class()
     rewrites, latent = layer_of(type("Derived", (own,), {})), layer_of(kind=type("LatentAttention", (), {}))
     stock = {

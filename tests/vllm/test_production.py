@@ -20,7 +20,7 @@ def test_a_stock_server_decodes_from_the_pages_that_another_prefilled(kind, run)
     hits = [told["log"].count("External Cache Hit!") for told in (prefilled, decoded)]
     assert hits == [0, 2] and "SparseCPUAttention" not in decoded["backends"]
     assert_same_answers(prefilled["handed"], decoded["handed"])
-    # from what a dense prefill leaves
+    # the answers from pages that a dense prefill leaves
     far = distance(decoded["handed"], unscored(run("stock")["whole"]))
     assert far < NEAR if kind == "keep_all" else far > 10 * NEAR
 
@@ -37,7 +37,7 @@ def test_a_stock_server_decodes_from_pages_that_nixl_moves(written):
 
 @pytest.mark.parametrize("name", ["guessed", "drafted", "two_stages"])
 def test_a_feature_changes_no_answer(name, run):
-    """At gamma 1 those of the stock engine, below those of the plain server, whose chunks of a request alone are the same."""
+    """At gamma 1 answers are the stock engine's, below it the plain server's, which has the same chunks of a lone request."""
     ours, plain = run(name), run("sparse")["odd_chunks"]
     assert_same_answers(run("stock")["mixed"], ours["mixed_at_one"])
     assert_same_answers(plain, ours["odd_chunks"])
@@ -63,7 +63,7 @@ def test_adapters_are_served_side_by_side(run):
     assert all(each["cached"] == 0 for each in ours)
     for number, alone in ((0, run("sparse")["whole"][1:]), (2, run("merged")["alone"])):
         assert_same_answers(unscored(alone), [ours[number]])
-        # the other adapter, and dense attention
+        # answers of the other adapter, and of dense attention
         for other in (ours[1], stock[number]):
             assert distance([other], [ours[number]]) > 100 * NEAR
 
@@ -72,7 +72,7 @@ def test_text_around_a_picture_runs_sparse(run):
     stock, (ours, *at_one), plain = run("seeing_stock")["pictured"], run("seeing")["pictured"], run("sparse")["odd_chunks"]
     assert_same_answers(stock[1:], at_one)
     assert distance(stock[:1], [ours]) > 1 < distance(*([each] for each in at_one))
-    # a text is the plain server's
+    # a text without a picture gets the plain server's answer
     assert_same_answers(plain, run("seeing")["odd_chunks"])
     assert distance(plain, run("seeing")["faults"]["offset_off_by_one"]) > 100 * NEAR
     assert run("seeing")["counters"]["sparse"] >= 3 * (1700 + 16) + 3000

@@ -21,7 +21,7 @@ from tests.vllm.configs import config_of
 
 @pytest.fixture
 def read(monkeypatch):
-    """From a configuration, extra arguments and a salt to the request that leaves the front end."""
+    """A function of configuration, extra arguments and salt: the request that leaves the front end."""
 
     def make(self, extra_args, cache_salt=None):
         return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra_args), cache_salt=cache_salt)
@@ -70,7 +70,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
         follow_requests(config)
 
     def step(new, order, config=config):
-        """The options in the step's order that the engine has afterwards."""
+        """Run a step; the options, in the step's order, that the engine has after it."""
         made = [SimpleNamespace(req_id=each, sampling_params=read(config, given).sampling_params) for each, given in new.items()]
         runner, output = SimpleNamespace(vllm_config=config), SimpleNamespace(scheduled_new_reqs=made, order=order)
         getattr(runners.GPUModelRunner, name)(runner, output)
@@ -81,7 +81,7 @@ def test_the_runner_tells_options_in_the_step_s_order(is_v2, read, monkeypatch):
     assert step({"a": {"flexmask_gamma": 0.5}, "b": None, "c": {"flexmask_dense": 1}}, "bac") == [None, half, dense]
     assert step({}, "ca") == [dense, half]
     assert engine.prompt_lens == [7, 8]
-    # a name that is used again after its request has ended
+    # a name may be used again after its request has ended
     assert step({"a": None}, "ac") == [None, dense]
     assert step({"c": None, "d": {"flexmask_dense": 1}}, "cd") == [None, dense]
     # an engine without our backend
