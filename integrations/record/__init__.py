@@ -161,8 +161,9 @@ class PrefillRun:
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, kept prefill call, packed sequence, batch row and head.
 
-        Each has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and seq_len (tokens so far), and the
-        `reason` if the call ran dense. A head that ran dense because that is faster has the pattern and the density of its mask.
+        Each has as `call` the number of its prefill, from 0, which packed sequences and repeated calls of a layer share. It also
+        has its pattern, the statistics of `flexmask.SelectionStats` by name, q_len and seq_len (tokens so far), and the `reason`
+        if the call ran dense. A head that ran dense because that is faster has the pattern and the density of its mask.
         """
         return rows_by_head(self._state()[0], self.method)
 
