@@ -164,7 +164,7 @@ def known_lengths(q_len: int, kv_len: int, block_size: int) -> tuple[int, int]:
     return q_len + -q_len % block_size, kv_len + -kv_len % block_size
 
 
-def assert_honest(block_mask: BlockMask, lengths: Sequence[int]) -> None:
+def assert_consistent(block_mask: BlockMask, lengths: Sequence[int]) -> None:
     """A BlockMask's lists, to_dense(), sparsity() and mask_mod agree, pair by pair."""
     size = block_mask.BLOCK_SIZE[0]
     q_len, kv_len = lengths

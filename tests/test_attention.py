@@ -143,7 +143,7 @@ def spoiled(case):
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-def test_dense_attention_does_not_see_them(problem, scores):
+def test_dense_attention_does_not_see_absent_keys(problem, scores):
     case = call(**problem)
     key, value = spoiled(case)
     arguments = {**case.keywords(), **scores}
@@ -155,7 +155,7 @@ def test_dense_attention_does_not_see_them(problem, scores):
 @pytest.mark.attention
 @CPP_ERROR
 @pytest.mark.parametrize(("name", "scores"), SPARSE)
-def test_sparse_attention_does_not_see_them(name, scores):
+def test_sparse_attention_does_not_see_absent_keys(name, scores):
     case = call(**PROBLEMS[name])
     clean = case.attend(**scores)
     case.key, case.value = spoiled(case)
@@ -169,7 +169,7 @@ def without_rows(case):
     return case.query.masked_fill(padded, NAN)
 
 
-def assert_gradients_do_not_see_them(case, device="cpu", **keywords):
+def assert_gradients_do_not_see_absent_tokens(case, device="cpu", **keywords):
     gradients = []
     for inputs in ((case.query, case.key, case.value), (without_rows(case), *spoiled(case))):
         tensors = [x.to(device, copy=True).requires_grad_() for x in inputs]
@@ -179,11 +179,11 @@ def assert_gradients_do_not_see_them(case, device="cpu", **keywords):
 
 
 @pytest.mark.parametrize("scores", list(SCORES.values())[:-1], ids=list(SCORES)[:-1])
-def test_gradients_of_dense_attention_do_not_see_them(scores):
-    assert_gradients_do_not_see_them(call(**PROBLEMS["padding"]), **scores)
+def test_gradients_of_dense_attention_do_not_see_absent_tokens(scores):
+    assert_gradients_do_not_see_absent_tokens(call(**PROBLEMS["padding"]), **scores)
 
 
-def test_prepared_inputs_with_gradients_hold_nothing_where_no_token_is():
+def test_prepared_inputs_with_gradients_hold_no_nan_of_absent_tokens():
     case = call(**PROBLEMS["padding"])
     tensors = [x.requires_grad_() for x in (without_rows(case), *spoiled(case))]
     ready = attention_inputs(*tensors, attention_mask=case.attention_mask).for_attention()
@@ -194,9 +194,9 @@ def test_prepared_inputs_with_gradients_hold_nothing_where_no_token_is():
 
 @pytest.mark.attention
 @pytest.mark.gpu
-def test_gradients_of_the_sparse_kernel_do_not_see_them(cuda):
+def test_gradients_of_the_sparse_kernel_do_not_see_absent_tokens(cuda):
     case = call(q_len=600, block_size=64, head_dims=(64, 64), attention_mask=padding(600, ("left", 90)))
-    assert_gradients_do_not_see_them(case, cuda, dense_below=0, backend="triton")
+    assert_gradients_do_not_see_absent_tokens(case, cuda, dense_below=0, backend="triton")
 
 
 # each score, of a row and a key, that is NaN or infinite: a row, its first element, a KV head, a single key, the last key
@@ -211,7 +211,7 @@ FAULTS = {
 @pytest.mark.parametrize("scores", [{}, pytest.param({"sinks": SINKS}, marks=pytest.mark.slow)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("length", [128, 140])
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_row_is_nan_where_a_score_that_it_sees_is(fault, length, scores):
+def test_exactly_the_rows_that_see_a_nan_score_are_nan(fault, length, scores):
     name, place, number = fault
     case = call(length, block_size=32, gamma=0.5)
     clean, keep = case.attend(**scores), case.select().keep

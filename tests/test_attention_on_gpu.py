@@ -86,7 +86,7 @@ def captured(function):
     return graph, result
 
 
-def test_replays_on_new_inputs(cuda):
+def test_a_cuda_graph_replays_on_new_inputs(cuda):
     query, key, value = tensors(0, cuda)
     graph, out = captured(lambda: flexprefill_attention(query, key, value, dense_below=0, backend="triton", **OPTIONS))
     lists_graph, mask = captured(lambda: flexprefill_mask(query, key, **OPTIONS))

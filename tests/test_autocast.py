@@ -49,7 +49,7 @@ def test_sparse_attention_follows_autocast(call):
         assert_follows(call, torch.bfloat16)
 
 
-def test_a_warm_up_under_autocast_serves_calls_under_it(counting):
+def test_a_warm_up_under_autocast_serves_calls_under_autocast(counting):
     query, key, value = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         warmup(4, 2, 16, dtype=torch.float32, device="cpu", **OPTIONS)
@@ -70,7 +70,7 @@ def test_other_dtypes_are_refused_where_autocast_is_off_or_of_another_device(out
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32], ids=str)
-def test_dtypes_that_autocast_leaves_are_refused_under_it(dtype):
+def test_dtypes_that_autocast_does_not_cast_are_refused_under_autocast(dtype):
     query, key, value = (x.to(dtype) for x in inputs())
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"query must be float32.* got {dtype}"):
         sparse_attention(query, key, value)

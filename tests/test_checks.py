@@ -194,7 +194,7 @@ def test_attention_refuses(changes, error, message):
 
 
 @pytest.mark.skipif(HAS_CPU_KERNEL, reason="this torch has a kernel; `make test-versions` runs one that has not")
-def test_a_cpu_is_refused_where_torch_has_no_kernel_for_it():
+def test_sparse_attention_is_refused_where_torch_has_no_kernel_for_cpus():
     with pytest.raises(NotImplementedError, match=r"FlexAttention runs on CPUs from torch 2\.6 on; got torch .* dense_below"):
         flexprefill_attention(**right(), dense_below=0)
     assert flexprefill_attention(**right()).shape == (2, 4, 64, 48)

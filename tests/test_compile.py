@@ -67,7 +67,7 @@ def test_refused_call_inside_a_compilation_leaves_later_ones_as_they_were():
 
 
 @pytest.mark.attention
-def test_other_compilers_than_inductor_do_not_make_it_dense():
+def test_attention_stays_sparse_under_other_compilers_than_inductor():
     """They would run flex_attention as traced, dense."""
 
     def attend(query, key, value):

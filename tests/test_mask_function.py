@@ -14,7 +14,7 @@ from flexmask import METHODS, plan
 from flexmask.block_masks.hybrid import Hybrid
 from flexmask.mask_function import BlockProblem, Method, count_option, mask_function, method, share_option
 from flexmask.settings import PrefillSettings
-from tests.comparisons import assert_honest
+from tests.comparisons import assert_consistent
 from tests.expected import by_block, seen_pairs
 
 
@@ -52,7 +52,7 @@ def test_keeps_own_blocks_and_what_the_method_keeps_of_what_is_visible(n):
     make, heads = (functools.partial(every_nth_mask, n=n), 4) if n else (nothing_mask, 1)
     mask = make(query, key, block_size=16, **CHUNK)
     assert mask.shape[:2] == (2, heads)
-    assert_honest(mask, (70, 110))
+    assert_consistent(mask, (70, 110))
     pairs = seen_pairs(70, CHUNK["q_offset"], CHUNK["attention_mask"], CHUNK["window"])
     position = CHUNK["q_offset"][:, None] + torch.arange(70)
     own = torch.arange(110) // 16 == (position // 16)[:, :, None]

@@ -167,7 +167,7 @@ def test_a_function_that_cannot_be_called_is_refused_with_the_contract(function,
 
 
 @pytest.mark.parametrize("named", ["coverage", "reference", "", None, 3, ["hybrid"]])
-def test_a_method_that_is_not_there_is_refused(named):
+def test_an_unknown_method_is_refused(named):
     with pytest.raises(ValueError, match=rf"^method must be one of 'causal', .*'hybrid'.*; got {re.escape(repr(named))}$"):
         method_of(named, 128, {})
 
@@ -194,7 +194,7 @@ def test_numpys_numbers_and_sequences_by_head_give_the_same_mask(given, plain):
     assert torch.equal(found, expected)
 
 
-def test_every_entry_takes_them():
+def test_every_public_call_takes_numpy_numbers():
     query, key = query_and_key()
     sparse_attention(query, key, key, **NUMPY, dense_below=np.int64(1000), max_mask_bytes=np.int64(2**20))
     rows, keys, bounds = query[0].transpose(0, 1), key[0, :, :128].transpose(0, 1), np.array([0, 50, 128])
@@ -213,7 +213,7 @@ def test_settings_with_numpy_numbers_are_those_with_pythons_and_can_be_saved():
     assert json.dumps(found.to_dict()) == json.dumps(written)
 
 
-def test_what_is_no_number_stays_for_the_checks():
+def test_numpy_values_of_the_wrong_shape_or_type_are_refused():
     assert plain_numbers(np.array([[1, 2], [3, 4]])) == ((1, 2), (3, 4))
     query, key = query_and_key()
     for gamma, said in ((np.array([0.5, 0.5]), "4 heads; got 2 numbers"), (np.array(["a"] * 4), r"gamma\[0\] must be a number")):

@@ -51,7 +51,7 @@ STATES = {
 
 @pytest.mark.attention
 @pytest.mark.parametrize("mode", DISPATCH)
-def test_calls_under_a_dispatch_mode_run_or_name_it(mode, expected):
+def test_calls_under_a_dispatch_mode_run_or_name_the_mode(mode, expected):
     with torch.no_grad():
         with DISPATCH[mode]():
             assert_same_results(results(UNCOMPILED), expected)
@@ -148,7 +148,7 @@ def test_calls_that_need_no_kernel_run_during_a_strict_export():
 
 @pytest.mark.attention
 @pytest.mark.filterwarnings("ignore:torch.compile is ignored when called inside torch.export region:UserWarning")
-def test_what_torch_does_not_compile_during_an_export_is_compiled_after_it():
+def test_attention_that_an_export_refuses_is_compiled_after_the_export():
     with torch.no_grad():
         with held_open(HELD["torch.export"]), pytest.raises(RuntimeError, match="again after the export"):
             attention(softcap=7.0)

@@ -14,7 +14,13 @@ from flexmask.block_masks import hybrid
 from flexmask.flex.block_mask import block_mask_from_lists, visible_mask_mod
 from flexmask.flex.run import run_flex_attention
 from tests.cases import Case, Config, structured_inputs
-from tests.comparisons import assert_honest, assert_same_attention, assert_same_blocks, assert_same_statistics, assert_well_formed
+from tests.comparisons import (
+    assert_consistent,
+    assert_same_attention,
+    assert_same_blocks,
+    assert_same_statistics,
+    assert_well_formed,
+)
 from tests.expected import by_block, expanded, masked_attention, visible_pairs
 
 BLOCK = 16
@@ -71,10 +77,10 @@ def test_comparisons_catch(fault, number):
         with pytest.raises(AssertionError):
             assert_well_formed(RESULT._replace(lists=lists))
     mask = CASE.config.mask(CASE.query, CASE.key)
-    assert_honest(mask, (200, 200))
+    assert_consistent(mask, (200, 200))
     faulty = block_mask_from_lists(lists, mask.mask_mod, BLOCK, (200, 200))
     with pytest.raises(AssertionError):
-        assert_honest(faulty, (200, 200))
+        assert_consistent(faulty, (200, 200))
 
 
 def test_comparison_of_lists_with_the_map_catches_wrong_layouts():

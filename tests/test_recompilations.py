@@ -183,7 +183,7 @@ def test_every_compilation_is_announced_by_what_is_new(caplog, monkeypatch):
 
 @pytest.mark.attention
 @pytest.mark.parametrize(("chunked", "padded"), [(False, False), (True, True)])
-def test_no_call_compiles_after_it(device, chunked, padded, caplog, request):
+def test_no_call_compiles_after_a_warmup(device, chunked, padded, caplog, request):
     if padded and device.type == "cpu" and not CPU_TAKES_UNBACKED_SIZES:
         request.applymarker(pytest.mark.xfail(reason="this torch writes C++ that does not compile: flexmask._torch"))
     options = {"block_size": 64, "min_budget": 64, "scale": 0.17 + chunked}
@@ -217,6 +217,6 @@ def test_published_selection_is_warmed_up_with_whole_blocks(without_kernel, meth
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "q_offset", "return_stats"])
-def test_what_it_does_not_take_is_refused(name):
+def test_options_that_warmup_does_not_take_are_refused(name):
     with pytest.raises(TypeError, match=f"{name} is not an option of warmup"):
         warmup(1, 1, 16, dtype=torch.float32, device="cpu", **{name: None})

@@ -15,7 +15,7 @@ from flexmask.selection import prepare, select
 from flexmask.selection.prepare import prepare_selection
 from tests.attention_calls import call
 from tests.cases import Case, Config, cases, published_cases, sparse_cases, structured_inputs
-from tests.comparisons import assert_as_the_oracle, assert_honest, assert_same_stats, compare_drawn
+from tests.comparisons import assert_as_the_oracle, assert_consistent, assert_same_stats, compare_drawn
 from tests.compile_support import assert_same_lists
 
 
@@ -63,7 +63,7 @@ def test_window_of_all_tokens_or_more_is_none(case, times):
         for window in (min(times * length, 2**63 - 1), None)
     )
     assert_same_lists(mask, none)
-    assert_honest(mask, (case.query.shape[2], length))
+    assert_consistent(mask, (case.query.shape[2], length))
     assert_same_stats(stats, none_stats)
 
 

@@ -123,7 +123,7 @@ def test_nan_stays_in_its_sequence(spoiled, in_one_call):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["gradients", "lse and stats", "bounds"])
-def test_on_a_gpu_as_alone(cuda, what):
+def test_each_sequence_on_a_gpu_gets_what_it_gets_alone(cuda, what):
     inputs, q_bounds, k_bounds = pack(head_dims=(32, 32))
     inputs = [x.to(cuda) for x in inputs]
     keywords: dict[str, Any] = {**SPARSE, "block_size": 64, "dense_below": LONG}

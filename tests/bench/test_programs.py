@@ -35,7 +35,7 @@ SMALL: Any = {"num_heads": 8, "num_kv_heads": 2, "device": "cpu", "dtype": torch
 TENSORS = structured_prompt(2048, 0.2, **SMALL)
 
 
-def test_rows_of_a_sheet_are_there_once_they_are_added(tmp_path):
+def test_a_sheet_holds_the_rows_that_were_added(tmp_path):
     columns = ("method", "options", "tokens", "value")
     sheet = Sheet(tmp_path / "folder" / "rows.csv", columns, columns[:3])
     row = {"method": "a, b", "options": {"gamma": 0.9}, "tokens": 16384}
@@ -231,7 +231,7 @@ def test_the_demos_picture_shows_what_is_kept(monkeypatch):
     assert demo.picture(keep & torch.eye(4, dtype=torch.bool)) == "  +\n  . +"
 
 
-def test_the_demo_prints_the_spread_of_its_times_and_none_without():
+def test_the_demo_prints_the_spread_of_its_times():
     right = torch.arange(8).view(2, 4)
     dense = demo.Measured(right, seconds=[3.0, 4.0])
     sparse = demo.Measured(right + torch.tensor([[0], [1]]), 0.25, None, [2.0, 1.0])

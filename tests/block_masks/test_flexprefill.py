@@ -1,4 +1,4 @@
-"""flexprefill_mask: honest lists of every window; inputs stay; gammas of a tensor."""
+"""flexprefill_mask: lists and mask_mod of every window agree; inputs stay; gammas of a tensor."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from flexmask import flexprefill_mask
 from flexmask.block_masks import causal_mask
 from tests.cases import structured_inputs
-from tests.comparisons import assert_honest
+from tests.comparisons import assert_consistent
 from tests.compile_support import assert_same_lists
 from tests.expected import seen_pairs
 
@@ -20,14 +20,14 @@ def inputs(length=200, q_len=None):
 
 
 @pytest.mark.parametrize(("q_len", "kv_len", "offset"), [(33, 33, 0), (20, 50, 30), (17, 50, 3), (1, 40, 16)])
-def test_lists_of_every_window_and_many_paddings_are_honest(q_len, kv_len, offset):
+def test_lists_and_mask_mod_allow_the_same_pairs_for_every_window_and_many_paddings(q_len, kv_len, offset):
     query, key = torch.zeros(24, 1, q_len, 16), torch.zeros(24, 1, kv_len, 16)
     shares = torch.tensor([0.0, 0.02, 0.5, 0.95, 1.0, 1.0]).repeat_interleave(4)
     tokens = torch.rand(24, kv_len) < shares[:, None]
     offsets = torch.where(torch.arange(24) % 2 == 0, offset, kv_len - q_len)
     for window in (None, *range(1, kv_len + 2), 3 * kv_len):
         mask = causal_mask(query, key, block_size=16, window=window, attention_mask=tokens, q_offset=offsets)
-        assert_honest(mask, (q_len, kv_len))
+        assert_consistent(mask, (q_len, kv_len))
         index = torch.meshgrid(*map(torch.arange, (24, 1, q_len, kv_len)), indexing="ij")
         assert torch.equal(mask.mask_mod(*index)[:, 0], seen_pairs(q_len, offsets, tokens, window))
 
@@ -51,7 +51,7 @@ def test_inputs_are_left_as_they_are_and_may_be_written_over():
     attention_mask.fill_(False)
     query.zero_()
     key.zero_()
-    assert_honest(mask, (120, 200))
+    assert_consistent(mask, (120, 200))
     assert torch.equal(mask.to_dense(), before)
 
 

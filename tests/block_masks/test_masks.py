@@ -1,4 +1,4 @@
-"""Every mask: honest lists, own positions, dense where it keeps everything; no value is read, it traces whole, bounded memory."""
+"""Every mask: lists and mask_mod agree, and keep own positions; dense if it keeps everything; traced whole; bounded memory."""
 
 import functools
 from dataclasses import replace
@@ -19,7 +19,7 @@ from flexmask.flex.run import run_flex_attention
 from flexmask.selection import prepare
 from tests.attention_calls import call, padding
 from tests.block_masks.definitions import MASKS, SPARSE, TESTED, all_masks, mask_of
-from tests.comparisons import assert_honest, assert_one_list, assert_same_attention, assert_same_stats
+from tests.comparisons import assert_consistent, assert_one_list, assert_same_attention, assert_same_stats
 from tests.compile_support import assert_same_lists, lists_of, traced
 from tests.expected import visible_pairs
 
@@ -81,7 +81,7 @@ def test_lists_equal_the_mask_mod_which_hides_what_is_hidden_and_shows_each_row_
     batch, num_heads, q_len, _ = case.query.shape
     assert mask.shape[0] == batch and mask.shape[1] in (1, num_heads)
     assert mask.BLOCK_SIZE == (case.config.block_size, case.config.block_size)
-    assert_honest(mask, (q_len, case.key.shape[2]))
+    assert_consistent(mask, (q_len, case.key.shape[2]))
     for counts, indices in (lists_of(mask)[:2], lists_of(mask)[2:]):
         assert counts.device.type == device
         assert_one_list(counts, indices)
@@ -150,7 +150,7 @@ OTHER_RULES = [
 @pytest.mark.parametrize(
     ("name", "options"), [*((name, {}) for name in MASKS), *(("flexprefill", rules) for rules in OTHER_RULES)], ids=str
 )
-def test_traces_whole(name, options):
+def test_a_mask_function_is_traced_whole(name, options):
     case = case_of(FULLEST[name])
     options = {**SPARSE[name], **options, "block_size": case.config.block_size, **case.keywords(), "return_stats": True}
     torch._dynamo.reset()  # the function below would run out of recompilations

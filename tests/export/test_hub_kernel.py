@@ -35,7 +35,7 @@ def test_the_kernel_attends(kernel, q_len):
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
-def test_what_the_interface_cannot_pass_is_refused(kernel):
+def test_arguments_that_the_hub_kernel_does_not_support_are_refused(kernel):
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="takes no dense attention mask"):
         kernel.flash_attn_forward(Layer(), *tensors(), mask)
@@ -48,7 +48,7 @@ def test_what_the_interface_cannot_pass_is_refused(kernel):
 
 
 @pytest.mark.skipif(not is_kernels_available(), reason="needs the release of kernels that transformers accepts")
-def test_a_model_loads_it_by_name(monkeypatch):
+def test_a_model_loads_the_hub_kernel_by_name(monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", f"someone/flexmask={FOLDER}")
     model = make_model()
     tokens = torch.randint(0, 64, (2, 40))

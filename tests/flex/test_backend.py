@@ -110,7 +110,7 @@ BY_WHAT_HIDES = [(given, True) for given in HIDDEN_BY_THE_KERNEL] + [(given, Fal
 
 
 @pytest.mark.parametrize(("given", "direct"), BY_WHAT_HIDES)
-def test_others_go_through_flex_attention(chosen, given, direct):
+def test_calls_are_direct_unless_they_need_a_mask_mod(chosen, given, direct):
     assert chosen("flash", **given, direct=True) == Backend("flash", RIGHT.lse_factor, direct)
     assert [kind.direct for kind in chosen.asked] == [direct]
 

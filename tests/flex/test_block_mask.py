@@ -45,7 +45,7 @@ CASES = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("method", ["flexprefill", "causal"])
-def test_mask_comes_back_the_same(way, case, method):
+def test_a_saved_pickled_or_copied_mask_is_the_same(way, case, method):
     query, key = 3 * torch.randn(2, 4, 130, 16), torch.randn(2, 2, 160, 16)
     mask = MASKS[method](query, key, block_size=32, **SPARSE[method], **case)
     got = way(mask)

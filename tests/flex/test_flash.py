@@ -139,7 +139,7 @@ def chosen_mask(problem):
 @pytest.mark.parametrize(
     ("method", "expected"), [(users_mask, [True, True]), (chosen_mask, [False, True])], ids=["user", "method"]
 )
-def test_a_mask_mod_of_its_own_is_not_dropped(asked, package, monkeypatch, method, expected):
+def test_the_mask_mod_of_a_users_mask_or_method_is_not_dropped(asked, package, monkeypatch, method, expected):
     """Each row sees itself alone."""
     monkeypatch.setattr(method_module, "METHODS", dict(method_module.METHODS))
     monkeypatch.setattr(mask_function, "METHODS", method_module.METHODS)
@@ -175,7 +175,7 @@ def test_fake_tensors_have_shapes(directly):
 
 @pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_warm_up_checks_for_compiled_callers_too(monkeypatch, chunked):
+def test_a_warm_up_also_checks_the_kinds_of_compiled_callers(monkeypatch, chunked):
     found, asked = {}, []
     monkeypatch.setattr(flash_check, "_VERDICTS", found)
     others = (PLAIN._replace(dtype=torch.float16), PLAIN._replace(head_dim=64), PLAIN._replace(v_head_dim=64))

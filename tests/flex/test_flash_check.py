@@ -186,7 +186,7 @@ def test_running_out_of_memory_is_passed_on_and_no_verdict(call):
 @pytest.mark.parametrize(
     "state", [FakeTensorMode, lambda: held_open(HELD["torch.export"])], ids=["a dispatch mode", "another thread exports"]
 )
-def test_no_check_runs_where_it_cannot_which_is_said_once(call, state, caplog):
+def test_no_check_runs_under_a_mode_or_an_export_and_the_log_says_so_once(call, state, caplog):
     with caplog.at_level(logging.WARNING, "flexmask"), state():
         # a direct call may still run through FlexAttention, and is no warning
         for kind in (call._replace(direct=True), call, call):

@@ -155,7 +155,7 @@ SOMETIMES = {
 
 
 @pytest.mark.parametrize(("changes", "words", "given"), SOMETIMES.values(), ids=SOMETIMES)
-def test_what_the_kernel_may_take_runs_or_is_refused_in_its_words(cuda, device, changes, words, given):
+def test_calls_that_some_builds_refuse_run_or_are_refused_in_the_kernels_words(cuda, device, changes, words, given):
     found = flash_verdict(PLAIN._replace(**changes), device)
     assert found is not None
     case = call(**given, dtype=torch.bfloat16, gamma=0.3)
@@ -210,7 +210,7 @@ def test_output_sinks_and_log_sum_exp_are_those_of_kept_scores(cuda, given, sink
     close()
 
 
-def test_packed_sequences_have_them_too(cuda):
+def test_packed_sequences_have_sinks_and_log_sum_exp(cuda):
     lengths, softcap = (300, 1500, 40), 5.0
     case = call(sum(lengths), head_dims=(64, 64), dtype=torch.bfloat16)
     given = [x[0].transpose(0, 1).contiguous().to(cuda) for x in (case.query, case.key, case.value)]

@@ -41,7 +41,7 @@ def test_calls_take_as_many_heads_as_memory_allows(without_kernel, named):
             assert [shape[:2] for shape in without_kernel] == [(rows, of_each)] * (32 // (rows * of_each))
 
 
-def test_slices_of_rows_keep_to_the_limit_too():
+def test_slices_of_rows_keep_to_the_limit_of_mask_memory():
     query, key = torch.randn(1, 2, 2000, 16), torch.randn(1, 1, 2000, 16)
     planned = functools.partial(flexmask.plan, query, key, key, "oracle", block_size=16, dense_below=0)
     assert [plan.prepared.rows_per_slice for plan in planned().group_plans] == [None]

@@ -122,7 +122,7 @@ def test_a_corrected_log_sum_exp_weighs_the_parts(package, processors):
 
 
 @pytest.mark.parametrize(("given", "is_written"), [({}, True), ({"max_mask_bytes": 1}, False)], ids=["", "groups"])
-def test_the_output_goes_where_it_is_wanted(directly, processors, given, is_written):
+def test_the_output_is_written_to_the_callers_memory_if_the_kernel_can(directly, processors, given, is_written):
     """Of one group of heads, if the kernel can write there."""
     processors(48)
     case = call(150, 777, method="hybrid", gamma=0.9, min_coverage=0.0)

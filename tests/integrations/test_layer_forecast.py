@@ -45,7 +45,7 @@ def test_the_forecast_is_what_happens(name):
     assert (refused == {expected}) if isinstance(expected, str) else (found == expected and not refused)
 
 
-def test_sizes_windows_and_lengths():
+def test_a_forecast_knows_heads_the_prompts_length_and_saved_settings():
     forecasts = layer_forecast(LlamaConfig(num_hidden_layers=2, num_key_value_heads=8), tokens=20000)
     assert forecasts[1] == (1, "sparse", "", 32, 8, 128, None, "cpu")
     assert layer_forecast(LlamaConfig(num_hidden_layers=2), tokens=2000)[0].reason == "2000 tokens < dense_below 16384"

@@ -27,7 +27,7 @@ def test_equals_dense_attention(cell):
     ("name", "options", "entries"),
     [("Llama", {}, 1), ("DiffLlama", {}, 2), ("HrmText", {"num_hidden_layers": 4, "H_cycles": 1, "L_cycles": 1}, None)],
 )
-def test_call_is_the_prefill(tokens, name, options, entries):
+def test_the_column_call_is_the_number_of_the_prefill(tokens, name, options, entries):
     model = switchable(made(f"{name}ForCausalLM", f"{name}Config", **{**SIZES, **options}))
     with flexmask_hf.sparse_prefill(model) as run:
         model(tokens[:, :100])

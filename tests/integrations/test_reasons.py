@@ -44,7 +44,7 @@ def test_block_that_ran_dense_says_why(model, tokens, lines, collect):
     assert run.reasons == ({layer: ["200 tokens < dense_below 16384"] for layer in (0, 1)} if collect else {})
 
 
-def test_statistics_say_why(model, tokens, lines):
+def test_statistics_say_why_a_layer_ran_dense(model, tokens, lines):
     with flexmask_hf.sparse_prefill(model, **SPARSE, dense_layers=(0,)) as run:
         model(tokens)
     assert not any("dense" in line for line in lines())
@@ -92,7 +92,7 @@ def test_a_registered_model_says_once_that_it_ran_dense(model, tokens, lines):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_plain_calls_say_it_too_but_not_decoding(lines, packed):
+def test_calls_without_a_model_say_once_that_they_ran_dense_but_decoding_does_not(lines, packed):
     query = torch.randn(1, 2, 64, 16)
     sparse_attention(query[:, :, :1], query, query)
     assert lines() == []

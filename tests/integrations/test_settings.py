@@ -178,7 +178,7 @@ def test_settings_print_as_they_are_written():
     assert settings.with_fields(gamma=0.9, layers={}).to_dict() == {"method": "flexprefill", "dense_layers": [1, 3], "gamma": 0.9}
 
 
-def test_an_unknown_keyword_is_told_all_that_there_are(model):
+def test_the_error_for_an_unknown_keyword_lists_all_keywords(model):
     own = ", ".join(METHODS["hybrid"].defaults)
     message = f"method 'hybrid' takes the options {own}; got 'gama'; other keywords: method, "
     with pytest.raises(TypeError, match=f"^{message}.*dense_layers, collect_stats, collect_masks, max_calls, prompt_len$"):

@@ -57,7 +57,7 @@ def test_wrapper_is_taken_off(model, tokens, wrap):
 
 
 @pytest.mark.parametrize("wrong", [torch.nn.Linear(2, 2), Wrapped(torch.nn.Linear(2, 2)), None, "gpt2"])
-def test_what_holds_no_model_is_named(wrong):
+def test_an_object_without_a_model_is_refused_by_its_class(wrong):
     with pytest.raises(TypeError, match=r"PreTrainedModel.* got (Linear|Wrapped around Linear|NoneType|str)$"):
         flexmask_hf.sparse_prefill(wrong)
 
@@ -115,7 +115,7 @@ assert model.config._attn_implementation == "sdpa"
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected)
 
 
-def test_a_model_by_name_has_blocks_too(model, tokens):
+def test_a_block_overrides_the_settings_of_a_model_by_name(model, tokens):
     flexmask_hf.register()
     flexmask_hf.configure(model, dense_below=700)
     model.set_attn_implementation("flexmask")

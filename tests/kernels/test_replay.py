@@ -98,7 +98,7 @@ def test_every_layer_selects_as_by_itself_on_a_gpu(options, scores, lengths, cud
         assert captured is None or captured.direct == launch.Kernel(launch.soft_capped.fn).launched_directly
 
 
-def test_what_layers_give_stays_and_what_they_had_goes():
+def test_replayed_lists_stay_while_the_tensors_of_layers_are_freed():
     layers = layers_of(Config(**HYBRID), {}, (40, 97))
     expected = list(map(by_itself, layers))
     with by_kernels():

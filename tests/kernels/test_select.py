@@ -180,7 +180,7 @@ STATES = {"as stored on AMD": lambda: mock.patch("torch.version.hip", "6.4"), "b
 
 @pytest.mark.parametrize("state", STATES.values(), ids=STATES)
 @pytest.mark.parametrize("method", ["flexprefill", "hybrid"])
-def test_neither_the_default_dtype_nor_how_amd_stores_masks_changes_them(method, state):
+def test_neither_the_default_dtype_nor_how_amd_stores_masks_changes_the_lists(method, state):
     case = call(q_len=60, kv_len=140, heads=(2, 1), method=method, tau=0.5, row_stride=4)
     expected = selected(case)
     with state():

@@ -44,9 +44,9 @@ def lost_in_loops(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name} {path.stem}")
-def test_no_loop_sets_a_variable_to_another_from_before_it(path):
+def test_no_loop_sets_a_variable_to_another_from_before_the_loop(path):
     assert not lost_in_loops(path.read_text(encoding="utf-8"))
 
 
-def test_such_a_loop_is_caught():
+def test_a_loop_that_sets_a_variable_to_another_from_before_is_caught():
     assert lost_in_loops(WRONG) == ["before = now"]
