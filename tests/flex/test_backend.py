@@ -22,6 +22,8 @@ def chosen(monkeypatch):
     """The choice on a GPU of some capability, with flash-attn-4 installed and a verdict on it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backend, "_HAS_FLASH", True)
+    # fake tensors stand for those of a GPU
+    monkeypatch.setattr(flash, "is_fake", lambda tensor: False)
 
     def choose(
         name, capability=9, *, head_dim=128, v_head_dim=None, kv_len=256, dtype=torch.bfloat16, verdict=RIGHT, block_size=128,
@@ -115,9 +117,9 @@ def test_calls_are_direct_unless_they_need_a_mask_mod(chosen, given, direct):
     assert [kind.direct for kind in chosen.asked] == [direct]
 
 
-@pytest.mark.parametrize("state", ["in_dispatch_mode", "is_traced"])
+@pytest.mark.parametrize("state", ["in_dispatch_mode", "is_traced", "is_fake"])
 def test_no_call_is_direct_where_tensors_are_not_plain(chosen, monkeypatch, state):
-    monkeypatch.setattr(flash, state, lambda: True)
+    monkeypatch.setattr(flash, state, lambda *given: True)
     assert not chosen("flash", direct=True).direct
 
 
