@@ -58,13 +58,13 @@ def kernel(
 
 @every_kind
 def test_finds_a_right_kernel_right_and_the_factor_of_its_log_sum_exp(changes):
-    call = PLAIN._replace(**changes)
+    kind = PLAIN._replace(**changes)
     for factor in (1.0, 1 / math.log(2)):
-        found = check_flash(call, CPU, partial(kernel, lse_factor=1 / factor))
-        assert (found.reason, found.lse_factor) == ("", 1.0 if call.needs_grad else factor) and found.seconds > 0
+        found = check_flash(kind, CPU, partial(kernel, lse_factor=1 / factor))
+        assert (found.reason, found.lse_factor) == ("", 1.0 if kind.needs_grad else factor) and found.seconds > 0
         assert found.error is not None and found.error < 0.02
-        assert found.lse_error is None if call.needs_grad else found.lse_error < 1e-5
-        assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if call.needs_grad else "")
+        assert found.lse_error is None if kind.needs_grad else found.lse_error < 1e-5
+        assert found.lse_reason == ("FlexAttention does not differentiate its log-sum-exp" if kind.needs_grad else "")
 
 
 LSE_FAULTS: Any = [({"lse_factor": factor}, {}, "found the log-sum-exp off by") for factor in (0.99, 0.7, 1.4427, math.nan)]
@@ -121,15 +121,15 @@ def test_a_kernel_that_raises_gives_its_own_words():
 
 @every_kind
 def test_finds_lists_of_full_or_partial_blocks_or_both_ignored(changes):
-    call = PLAIN._replace(**changes)
+    kind = PLAIN._replace(**changes)
     for name in ("full_kv_num_blocks", "kv_num_blocks"):
 
         def attend(inputs, mask, return_lse, name=name):
             setattr(mask, name, torch.zeros_like(getattr(mask, name)))
             return kernel(inputs, mask, return_lse)
 
-        assert "outputs off by" in check_flash(call, CPU, attend).reason
-    found = check_flash(call, CPU, partial(kernel, lists=False))
+        assert "outputs off by" in check_flash(kind, CPU, attend).reason
+    found = check_flash(kind, CPU, partial(kernel, lists=False))
     assert "found block lists ignored: outputs off by" in found.reason
 
 
@@ -155,73 +155,80 @@ refuses = Mock(side_effect=AssertionError("a check ran"))
 
 
 @pytest.fixture
-def call():
+def kind():
     """A kind that no other test has."""
     return FlashKind(torch.bfloat16, next(_sizes), 64)
 
 
 @pytest.mark.parametrize("field", FlashKind._fields)
-def test_each_kind_is_checked_once(call, field):
+def test_each_kind_is_checked_once(kind, field):
     check = Mock(return_value=Verdict(lse_factor=1.5))
-    other = call._replace(**{field: torch.float16 if field == "dtype" else next(_sizes)})
-    for kind in (call, other):
-        assert flash_verdict(kind, CPU, check) == check.return_value
-        assert flash_verdict(kind, CPU, refuses) == check.return_value
-    assert check.mock_calls == [mock.call(call, CPU), mock.call(other, CPU)]
+    other = kind._replace(**{field: torch.float16 if field == "dtype" else next(_sizes)})
+    for asked in (kind, other):
+        assert flash_verdict(asked, CPU, check) == check.return_value
+        assert flash_verdict(asked, CPU, refuses) == check.return_value
+    assert check.mock_calls == [mock.call(kind, CPU), mock.call(other, CPU)]
 
 
-def test_threads_wait_for_one_check(call):
-    slow = Mock(side_effect=lambda call, device: time.sleep(0.05) or Verdict())
+def test_threads_wait_for_one_check(kind):
+    slow = Mock(side_effect=lambda kind, device: time.sleep(0.05) or Verdict())
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: flash_verdict(call, CPU, slow), range(4)))
+        found = list(pool.map(lambda _: flash_verdict(kind, CPU, slow), range(4)))
     assert (slow.call_count, found) == (1, [Verdict()] * 4)
 
 
-def test_running_out_of_memory_is_passed_on_and_no_verdict(call):
+def test_running_out_of_memory_is_passed_on_and_no_verdict(kind):
     with pytest.raises(torch.OutOfMemoryError):
-        flash_verdict(call, CPU, partial(check_flash, kernel=Mock(side_effect=torch.OutOfMemoryError("none left"))))
-    assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
+        flash_verdict(kind, CPU, partial(check_flash, kernel=Mock(side_effect=torch.OutOfMemoryError("none left"))))
+    assert flash_verdict(kind, CPU, Mock(return_value=Verdict())) == Verdict()
 
 
 @pytest.mark.parametrize(
     "state", [FakeTensorMode, lambda: held_open(HELD["torch.export"])], ids=["a dispatch mode", "another thread exports"]
 )
-def test_no_check_runs_under_a_mode_or_an_export_and_the_log_says_so_once(call, state, caplog):
+def test_no_check_runs_under_a_mode_or_an_export_and_the_log_says_so_once(kind, state, caplog):
     with caplog.at_level(logging.WARNING, "flexmask"), state():
         # a direct call may still run through FlexAttention, and is no warning
-        for kind in (call._replace(direct=True), call, call):
-            assert flash_verdict(kind, CPU, refuses) is None
+        for asked in (kind._replace(direct=True), kind, kind):
+            assert flash_verdict(asked, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
-        f"flexmask: FLASH does not run calls of this kind ({call}): they were not checked before, and no check can run here (in "
+        f"flexmask: FLASH does not run calls of this kind ({kind}): they were not checked before, and no check can run here (in "
         "torch.compile, a CUDA-graph capture, a dispatch mode, a torch.func transform or an export). Call "
         "flexmask.warmup first"
     ]
-    assert flash_verdict(call, CPU, Mock(return_value=Verdict())) == Verdict()
+    assert flash_verdict(kind, CPU, Mock(return_value=Verdict())) == Verdict()
     with state():
-        assert flash_verdict(call, CPU, refuses) == Verdict()
+        assert flash_verdict(kind, CPU, refuses) == Verdict()
+
+
+def code_of(verdict):
+    """A number for what a traced call reads of a verdict: none, a refusal, or the factor, more than 10 without a log-sum-exp."""
+    if verdict is None:
+        return -1
+    if verdict.reason:
+        return -2
+    return verdict.lse_factor + (10 if verdict.lse_reason else 0)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     "known", [None, Verdict(), Verdict(lse_factor=1 / 0.7, lse_reason="words of its own"), Verdict("it raised: no")]
 )
-def test_no_check_runs_while_torch_compile_traces(call, known, dynamic, monkeypatch):
-    kind = call._replace(has_window_or_offset=True, queries_per_kv=1)
-    # which compiled calls are not
+def test_no_check_runs_while_torch_compile_traces(kind, known, dynamic, monkeypatch):
+    kind = kind._replace(has_window_or_offset=True, queries_per_kv=1)
+    # compiled calls are never direct
     flash_verdict(kind._replace(direct=True), CPU, Mock(return_value=Verdict(lse_factor=3.0)))
     if known is not None:
         flash_verdict(kind, CPU, Mock(return_value=known))
-    expected = -1 if known is None else -2 if known.reason else known.lse_factor + (10 if known.lse_reason else 0)
-    x = torch.zeros(1, 2, 3, call.head_dim, dtype=torch.bfloat16)
-    # an offset if there are more keys than rows
-    key, value = torch.zeros(1, 2, 7, call.head_dim), torch.zeros(1, 2, 7, 64)
+    x = torch.zeros(1, 2, 3, kind.head_dim, dtype=torch.bfloat16)
+    # more keys than rows, which is an offset
+    key, value = torch.zeros(1, 2, 7, kind.head_dim), torch.zeros(1, 2, 7, 64)
 
     def answer(x):
-        found = flash_verdict(FlashKind.of(AttentionInputs(x, key, value, 1.0), 128, False), CPU, refuses)
-        return x + (-1 if found is None else -2 if found.reason else found.lse_factor + (10 if found.lse_reason else 0))
+        return x + code_of(flash_verdict(FlashKind.of(AttentionInputs(x, key, value, 1.0), 128, False), CPU, refuses))
 
     traced = torch.compile(answer, fullgraph=True, backend="eager", dynamic=dynamic)
-    torch.testing.assert_close(traced(x), torch.full_like(x, expected))
+    torch.testing.assert_close(traced(x), torch.full_like(x, code_of(known)))
     monkeypatch.setattr(flash_check, "is_traced", lambda: True)
     torch.testing.assert_close(answer(x), traced(x))
 
@@ -236,23 +243,23 @@ def test_no_check_runs_while_torch_compile_traces(call, known, dynamic, monkeypa
 )
 def test_a_check_is_logged_with_its_time(caplog, verdict, level, said):
     size = next(_sizes)
-    call = FlashKind(torch.float16, size, 128, 64, True, True, True, True, True, 1)
+    kind = FlashKind(torch.float16, size, 128, 64, True, True, True, True, True, 1)
     words = f"dtype=torch.float16, head_dim={size}, v_head_dim=128, block_size=64, has_softcap=True, has_window_or_offset=True"
     words += ", has_padding=True, shared=True, needs_grad=True, queries_per_kv=1"
     with caplog.at_level(logging.INFO, "flexmask"):
-        flash_verdict(call, CPU, Mock(return_value=verdict))
+        flash_verdict(kind, CPU, Mock(return_value=verdict))
     (record,) = caplog.records
     assert record.levelno == level
     assert record.getMessage() == f"flexmask: FLASH was checked on cpu ({words}) in {verdict.seconds:.1f} s: {said}"
 
 
 @pytest.mark.gpu
-def test_no_check_runs_while_a_cuda_graph_is_captured(cuda, call):
+def test_no_check_runs_while_a_cuda_graph_is_captured(cuda, kind):
     device, x = torch.device("cuda", torch.cuda.current_device()), torch.zeros(1, device=cuda)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)
-        assert flash_verdict(call, device, refuses) is None
-    flash_verdict(call, device, Mock(return_value=Verdict()))
+        assert flash_verdict(kind, device, refuses) is None
+    flash_verdict(kind, device, Mock(return_value=Verdict()))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.add_(1)
-        assert flash_verdict(call, device, refuses) == Verdict()
+        assert flash_verdict(kind, device, refuses) == Verdict()
