@@ -32,7 +32,7 @@ def counts(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.int32)
 
 
-def made_of(kv_num_blocks, kv_indices, *full, size=BLOCK, lengths=(LENGTH, LENGTH), mod=every_pair):
+def mask_of(kv_num_blocks, kv_indices, *full, size=BLOCK, lengths=(LENGTH, LENGTH), mod=every_pair):
     return block_mask_from_lists((kv_num_blocks, kv_indices, *(full or (None, None))), mod, size, lengths)
 
 
@@ -46,7 +46,7 @@ def attend(mask: object, method: Any = None, **options: Any) -> Any:
 
 
 VISIBLE = torch.ones(2, 4, BLOCKS, BLOCKS, dtype=torch.bool)
-NO_MAPS: list[tuple[Any, type[Exception], str]] = [
+WRONG_MAPS: list[tuple[Any, type[Exception], str]] = [
     (VISIBLE.int(), TypeError, "kept blocks as bool; got torch.int32"),
     ([True], TypeError, "a bool tensor of kept blocks, or None; got list"),
     (VISIBLE[:, :2], ValueError, "= (2 or 1, 4 or 1, 7, 7); got (2, 2, 7, 7)"),
@@ -57,30 +57,31 @@ NO_MAPS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kept", "error", "message"), NO_MAPS)
-def test_what_is_no_map_of_this_calls_blocks_is_refused_by_the_methods_name(monkeypatch, kept, error, message):
+@pytest.mark.parametrize(("kept", "error", "message"), WRONG_MAPS)
+def test_a_wrong_map_of_kept_blocks_is_refused_by_the_methods_name(monkeypatch, kept, error, message):
     monkeypatch.setattr("flexmask.mask_function.METHODS", {})
-    given = []
+    maps = []
 
     @decorated
-    def given_mask(problem):
-        return given[-1]
+    def latest_map_mask(problem):
+        return maps[-1]
 
     for right in (VISIBLE, VISIBLE[:1, :1], None):
-        given.append(right)
-        given_mask(QUERY, KEY, block_size=BLOCK)
-    given.append(kept)
-    for call in (lambda: given_mask(QUERY, KEY, block_size=BLOCK), lambda: attend(None, given_mask)):
-        with pytest.raises(error, match=f"^method given must return .*{re.escape(message)}$"):
+        maps.append(right)
+        latest_map_mask(QUERY, KEY, block_size=BLOCK)
+    maps.append(kept)
+    for call in (lambda: latest_map_mask(QUERY, KEY, block_size=BLOCK), lambda: attend(None, latest_map_mask)):
+        with pytest.raises(error, match=f"^method latest_map must return .*{re.escape(message)}$"):
             call()
 
 
 COUNTS, INDICES = counts(1, 1, BLOCKS), torch.arange(BLOCKS, dtype=torch.int32).expand(1, 1, BLOCKS, BLOCKS).contiguous()
-FEWER, ODD = INDICES[:, :, :6], (counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1))
+FEWER_ROWS = INDICES[:, :, : BLOCKS - 1]
+THREE_HEADS = (counts(1, 3, BLOCKS), INDICES.expand(1, 3, -1, -1))
 
 
 def of_heads(batch: int, heads: int) -> BlockMask:
-    return made_of(counts(batch, heads, BLOCKS), INDICES.expand(batch, heads, -1, -1).contiguous())
+    return mask_of(counts(batch, heads, BLOCKS), INDICES.expand(batch, heads, -1, -1).contiguous())
 
 
 def with_mask_mod(mask_mod: Any) -> BlockMask:
@@ -92,24 +93,28 @@ def with_mask_mod(mask_mod: Any) -> BlockMask:
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: None, TypeError, "a BlockMask; got NoneType"),
     (lambda: of_heads(1, 3), ValueError, "(2 or 1, 4 or 1, 7), a count for each query block; got (1, 3, 7)"),
-    (lambda: made_of(COUNTS, FEWER), ValueError, "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)"),
-    (lambda: made_of(COUNTS, INDICES, *ODD), ValueError, "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)"),
-    (lambda: made_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
-    (lambda: made_of(COUNTS, INDICES, size=32), ValueError, "in blocks of 16 tokens, as it is told to; got (32, 32)"),
+    (lambda: mask_of(COUNTS, FEWER_ROWS), ValueError, "kv_indices of (1, 1, 7, ..), as kv_num_blocks is; got (1, 1, 6, 7)"),
+    (
+        lambda: mask_of(COUNTS, INDICES, *THREE_HEADS),
+        ValueError,
+        "full_kv_num_blocks of kv_num_blocks' shape (1, 1, 7); got (1, 3, 7)",
+    ),
+    (lambda: mask_of(COUNTS.float(), INDICES), TypeError, "kv_num_blocks of integers; got torch.float32"),
+    (lambda: mask_of(COUNTS, INDICES, size=32), ValueError, "in blocks of 16 tokens, as it is told to; got (32, 32)"),
     (lambda: with_mask_mod(None), TypeError, "a mask with a mask_mod that can be called; got NoneType"),
-    (lambda: made_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
+    (lambda: mask_of(COUNTS.to("meta"), INDICES.to("meta")), ValueError, "kv_num_blocks on query's device cpu; got meta"),
 ]
 if SLICED_MASK_MOD is not None:
     said = "a mask with its mask_mod, which slicing drops; set it again: part.mask_mod = whole.mask_mod"
     REFUSED.append((lambda: of_heads(1, 4)[:, :1], ValueError, said))
 if KNOWS_LENGTHS:
     said = "a mask of (q_len, kv_len) = (100, 100); got (100, 112)"
-    REFUSED.append((lambda: made_of(COUNTS, INDICES, lengths=(LENGTH, 112)), ValueError, said))
+    REFUSED.append((lambda: mask_of(COUNTS, INDICES, lengths=(LENGTH, 112)), ValueError, said))
 
 
 @pytest.mark.attention
 @pytest.mark.parametrize(("make", "error", "message"), REFUSED)
-def test_mask_that_is_not_this_calls_is_refused_by_the_methods_name(make, error, message):
+def test_a_mask_of_another_call_is_refused_by_the_methods_name(make, error, message):
     with pytest.raises(error, match=rf"^method my_method must return .*{re.escape(message)}$"):
         attend(make())
 
@@ -140,16 +145,17 @@ def lists_of(keep: Tensor, dtype: torch.dtype = torch.int32, beyond: int = 0) ->
     return number.to(dtype), torch.where(torch.arange(keep.shape[-1]) < number[..., None], order, beyond).to(dtype)
 
 
-NUMBER, ORDER = lists_of(KEEP)
-NARROW = KEEP & (KEEP.cumsum(-1) <= 3)
+KEPT_COUNTS, KEPT_INDICES = lists_of(KEEP)
+ENTRIES = 3  # of a list with less room than blocks
+NARROW = KEEP & (KEEP.cumsum(-1) <= ENTRIES)
 LISTS: dict[str, tuple[tuple[Tensor, ...], Tensor]] = {
-    "partial": ((NUMBER, ORDER), KEEP),
+    "partial": ((KEPT_COUNTS, KEPT_INDICES), KEEP),
     "both": ((*lists_of(KEEP & ~SOME), *lists_of(SOME)), KEEP),
     "every block full": ((*lists_of(NOTHING), *lists_of(~NOTHING)), ~NOTHING),
-    "a block in both lists": ((NUMBER, ORDER, *lists_of(SOME)), KEEP),
-    "a block twice in a list": ((NUMBER + (NUMBER > 0), torch.cat([ORDER[..., :1], ORDER], -1)), KEEP),
-    "narrow": ((lists_of(NARROW)[0], lists_of(NARROW)[1][..., :3]), NARROW),
-    "descending": ((NUMBER, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP),
+    "a block in both lists": ((KEPT_COUNTS, KEPT_INDICES, *lists_of(SOME)), KEEP),
+    "a block twice in a list": ((KEPT_COUNTS + (KEPT_COUNTS > 0), torch.cat([KEPT_INDICES[..., :1], KEPT_INDICES], -1)), KEEP),
+    "narrow": ((lists_of(NARROW)[0], lists_of(NARROW)[1][..., :ENTRIES]), NARROW),
+    "descending": ((KEPT_COUNTS, BLOCKS - 1 - lists_of(KEEP.flip(-1))[1]), KEEP),
     "int64": (lists_of(KEEP, torch.int64), KEEP),
     "large numbers past the count": (lists_of(KEEP, beyond=10**6), KEEP),
     "one head": (lists_of(KEEP[:, :1]), KEEP[:, :1]),
@@ -168,7 +174,7 @@ def expected(pairs: Tensor) -> Tensor:
 @pytest.mark.attention
 @pytest.mark.parametrize(("lists", "keep"), LISTS.values(), ids=LISTS)
 def test_lists_of_any_layout_keep_their_blocks_and_nothing_hidden(lists, keep):
-    out = attend(made_of(*lists), **PADDED)
+    out = attend(mask_of(*lists), **PADDED)
     assert_same_attention(out, expected(pairs_of(keep)))
     with pytest.raises(AssertionError, match="not close"):  # later positions and padding would show
         assert_same_attention(out, masked_attention(QUERY, KEY, VALUE, pairs_of(keep).expand(2, 4, -1, -1))[0])
@@ -181,26 +187,30 @@ def test_a_sliced_mask_serves_with_its_mask_mod_set_again():
 
 @pytest.mark.attention
 def test_a_mask_of_create_block_mask_that_sees_the_future_is_causal():
+    reach = 40
+
     def both_ways(query, key, *, block_size, **given):
-        # which has no __name__
-        mod = functools.partial(lambda b, h, q_idx, kv_idx, reach: (q_idx - kv_idx).abs() <= reach, reach=40)
+        # a partial has no __name__
+        mod = functools.partial(lambda b, h, q_idx, kv_idx, reach: (q_idx - kv_idx).abs() <= reach, reach=reach)
         return create_block_mask(mod, None, None, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=block_size)
 
     index = torch.arange(LENGTH)
-    near = (index[:, None] - index).abs() <= 40
+    near = (index[:, None] - index).abs() <= reach
     assert_same_attention(attend(None, both_ways, **PADDED), expected(near[None, None]))
 
 
 @pytest.mark.attention
 def test_rows_of_a_chunk_see_no_later_key():
-    def everything(query, key, **given):
-        full = torch.ones(1, 1, 3, BLOCKS, dtype=torch.bool)
-        return made_of(*lists_of(~full), *lists_of(full), lengths=(40, LENGTH))
+    q_len, offset = 40, torch.tensor([11, 50])
 
-    rows, offset = QUERY[:, :, :40], torch.tensor([11, 50])
+    def everything(query, key, **given):
+        full = torch.ones(1, 1, -(-q_len // BLOCK), BLOCKS, dtype=torch.bool)
+        return mask_of(*lists_of(~full), *lists_of(full), lengths=(q_len, LENGTH))
+
+    rows = QUERY[:, :, :q_len]
     with torch.no_grad():
         out = sparse_attention(rows, KEY, VALUE, everything, block_size=BLOCK, dense_below=0, q_offset=offset)
-    pairs = seen_pairs(40, offset, torch.ones(2, LENGTH, dtype=torch.bool), None)
+    pairs = seen_pairs(q_len, offset, torch.ones(2, LENGTH, dtype=torch.bool), None)
     assert_same_attention(out, masked_attention(rows, KEY, VALUE, pairs[:, None].expand(-1, 4, -1, -1))[0])
 
 
@@ -210,7 +220,7 @@ def test_a_function_sees_all_prompts_and_heads_whatever_memory_masks_may_take():
 
     def near_by_head(query, key, **given):
         heads.append(tuple(query.shape[:2]))
-        return made_of(*lists_of(KEEP[:1, :1]), mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < reach[b, h])
+        return mask_of(*lists_of(KEEP[:1, :1]), mod=lambda b, h, q_idx, kv_idx: q_idx - kv_idx < reach[b, h])
 
     heads = []
     index = torch.arange(LENGTH)
@@ -260,7 +270,7 @@ def attend_near(make: Any, reach: float, length: int = LENGTH) -> Tensor:
     [
         *((make, (20, 30, 40), (60, 90, 120)) for make in CAPTURED),
         *(pytest.param(make, (20.0, 30.0, 40.0), (60, 90, 120), marks=pytest.mark.slow) for make in (in_closure, Near)),
-        # which no other test captures
+        # numbers that no other test captures
         (in_closure, (41, 42.5, 43), (LENGTH,) * 3),
         pytest.param(in_closure, (33,) * 3, (60, 75, 90), marks=pytest.mark.slow),
     ],
