@@ -44,7 +44,7 @@ def attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention call of transformers: heads first in, (batch, q_len, num_heads, head_dim) out."""
+    """The attention call of transformers. Takes tensors with heads first, returns (batch, q_len, num_heads, head_dim)."""
     if (
         not isinstance(attention_mask, GeometryMask)
         and not is_traced()
@@ -83,9 +83,9 @@ def _own_attention(module: nn.Module) -> Any:
 
 def _check_arguments(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse arguments of `attention` that its signature does not name."""
-    for name, instead in _REFUSED.items():
+    for name, alternative in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise refusal(f"the argument {name}", instead)
+            raise refusal(f"the argument {name}", alternative)
     if kwargs.get("output_attentions") is None and getattr(getattr(module, "config", None), "output_attentions", False):
         raise refusal("a config with output_attentions", EAGER)
 
@@ -96,28 +96,32 @@ def _checked_inputs(
     """Check the tensors and build the inputs; head sizes that no mask supports run dense, and a decoding step has no mask."""
     arguments = dict(score_arguments)
     if mask is not None:
-        at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
-        arguments |= {"window": mask.window, "attention_mask": mask.attention_mask, "q_offset": None if at_end else mask.offset}
+        is_at_end = isinstance(mask.offset, int) and mask.offset == key.shape[2] - query.shape[2]
+        arguments |= {
+            "window": mask.window,
+            "attention_mask": mask.attention_mask,
+            "q_offset": None if is_at_end else mask.offset,
+        }
     if query.shape[3] in HEAD_DIMS and value.shape[3] in HEAD_DIMS:
         return attention_inputs(query, key, value, **arguments)
-    # check everything else on a supported head size, gradients included
+    # check all but the head sizes, gradients included, on stand-ins of a supported size
     stand_ins = [tensor[..., :1].expand(*tensor.shape[:3], HEAD_DIMS[0]) for tensor in (query, key, value)]
-    checked = attention_inputs(*stand_ins, **arguments)
-    scale = query.shape[3] ** -0.5 if score_arguments["scale"] is None else checked.scale
-    # `attention_inputs` casts to this dtype under autocast
-    query, key, value = (tensor.to(checked.query.dtype) for tensor in (query, key, value))
-    return checked.with_fields(query=query, key=key, value=value, scale=scale)
+    checked_inputs = attention_inputs(*stand_ins, **arguments)
+    scale = query.shape[3] ** -0.5 if score_arguments["scale"] is None else checked_inputs.scale
+    # under autocast `attention_inputs` has cast the stand-ins to this dtype
+    query, key, value = (tensor.to(checked_inputs.query.dtype) for tensor in (query, key, value))
+    return checked_inputs.with_fields(query=query, key=key, value=value, scale=scale)
 
 
 def _checked_mask(
     module: nn.Module, is_causal: bool | None, mask: Tensor | BlockMask | None, query: Tensor, key: Tensor
 ) -> GeometryMask:
     """The `GeometryMask` of a call of more than one row; refuses other masks, and attention that is not causal."""
-    causal = getattr(module, "is_causal", True)
-    # a `GeometryMask` carries its own refusal, and some modules (GPT-2) pass False with any mask
+    call_is_causal = getattr(module, "is_causal", True)
+    # a `GeometryMask` says itself whether it is refused, and some modules (GPT-2) pass False with any mask
     if is_causal is not None and not isinstance(mask, GeometryMask):
-        causal = is_causal
-    if not causal:
+        call_is_causal = is_causal
+    if not call_is_causal:
         raise refusal("bidirectional or cross attention", f"{SDPA} for the parts of the model that have it")
     batch, _, q_len, _ = query.shape
     kv_len = key.shape[2]
@@ -128,8 +132,8 @@ def _checked_mask(
     if not isinstance(mask, GeometryMask):
         if MODELS_MAKE_4D_MASKS:
             models = "OPT, BART, GraniteMoe, Persimmon, FalconH1"
-            what = f"a 4-D attention_mask, which in this release of transformers some models ({models}) make themselves"
-            raise refusal(what, f"a newer release, {SDPA}, or where the mask is yours a (batch, kv_len) one")
+            feature = f"a 4-D attention_mask, which in this release of transformers some models ({models}) make themselves"
+            raise refusal(feature, f"a newer release, {SDPA}, or where the mask is yours a (batch, kv_len) one")
         raise refusal("a 4-D attention_mask", f"a (batch, kv_len) attention_mask, or {SDPA}")
     if mask.refusal is not None:
         raise refusal(mask.refusal, SDPA)
@@ -154,8 +158,8 @@ def _checked_segments(mask: GeometryMask, query: Tensor, kwargs: dict[str, Any])
         and positions.shape[1] == q_len
         and mask.packed.is_packed(positions, mask.attention_mask, mask.offset)
     ):
-        where = "over a cache or under an attention_mask, or in a model that masks without position_ids"
-        raise refusal(f"packed sequences (position_ids that start again) {where}", _UNPACK_OR_BOUNDS)
+        condition = "over a cache or under an attention_mask, or in a model that masks without position_ids"
+        raise refusal(f"packed sequences (position_ids that start again) {condition}", _UNPACK_OR_BOUNDS)
     if rows is None and keys is None:
         return mask.segments
     if rows is None or keys is None:

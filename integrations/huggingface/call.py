@@ -37,7 +37,7 @@ def layer_attention(
     if is_traced():
         if is_exporting():
             raise NotImplementedError("flexmask does not support torch.export; use torch.compile")
-        # the operator finds a module by its id if it was remembered, as those of an open scope are
+        # the operator finds a module by its id, if `remember` or an open scope has entered the module
         if MODULES_ARE_CONSTANTS:
             remember(module)
         if inputs.needs_grad or segments is not None or not (MODULES_ARE_CONSTANTS or is_scoped(getattr(module, "config", None))):
@@ -78,9 +78,9 @@ class LayerCall(NamedTuple):
     layer: int
     settings: PrefillSettings
     run: PrefillRun | None = None
-    probe: Callable[[LayerCall], Tensor] | None = None  # runs the call instead
+    probe: Callable[[LayerCall], Tensor] | None = None  # runs the call instead of the plan
     sequence: int = 0  # in a pack
-    plans: Plans | None = None  # of the layers under its mask
+    plans: Plans | None = None  # of the layers under the mask of the call
 
     def output(self) -> Tensor:
         """Attention of the call, (batch, num_heads, q_len, v_head_dim); records the call in the run."""
@@ -89,31 +89,31 @@ class LayerCall(NamedTuple):
         run = self.run
         statistics = STATISTICS if run is not None and run.collect_stats else ()
         plan = self.plan()
-        attended = plan.attend(self.inputs, statistics, with_maps=run is not None and run.collect_masks)
-        self.record(attended, plan.reason)
-        return attended.out
+        result = plan.attend(self.inputs, statistics, with_maps=run is not None and run.collect_masks)
+        self.record(result, plan.reason)
+        return result.out
 
-    def record(self, attended: AttentionResult, reason: str | None) -> None:
-        """Record the call; without a run log why it ran dense, if it did."""
+    def record(self, result: AttentionResult, reason: str | None) -> None:
+        """Record the call in the run. Without a run, log why the call ran dense, if it did."""
         if self.run is None:
             log_dense_once(reason, self.inputs.query.shape[2])
             return
         batch, _, q_len, _ = self.inputs.query.shape
-        mask = joined_mask(attended.selections, self.inputs.with_offset()) if attended.selections else None
+        mask = joined_mask(result.selections, self.inputs.with_offset()) if result.selections else None
         size = CallSize(batch, q_len, self.seq_len, self.sequence)
-        self.run.record(self.layer, attended.stats, mask, reason, self.forward_pass, size)
+        self.run.record(self.layer, result.stats, mask, reason, self.forward_pass, size)
 
     def plan(self) -> Plan:
         """The plan for this call, shared by layers with equal settings and shapes."""
         inputs, settings = self.inputs, self.settings
-        special = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
+        own_layer = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
         tensors = (inputs.query, inputs.key, inputs.value)
         shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors if tensor is not None]
         numbers = (inputs.scale, inputs.softcap, inputs.window, inputs.prompt_len, inputs.sinks is None, inputs.needs_grad)
-        kind = (id(settings), special, self.sequence, *shapes, *numbers)
+        kind = (id(settings), own_layer, self.sequence, *shapes, *numbers)
         plans = {} if self.plans is None else self.plans
         if kind not in plans:
-            # with the settings, as another object could get their id
+            # keep the settings with the plan: once they are freed, another object could get their id
             plans[kind] = self._new_plan().without_tensors(), settings
         return plans[kind][0]
 
@@ -126,22 +126,23 @@ class LayerCall(NamedTuple):
 
     def packed_output(self, segments: Sequence[Segment]) -> Tensor:
         """As `output`, for a pack of sequences, which follow one another in the batch rows."""
-        batch, whole = self.inputs.query.shape[0], _in_one_row(self.inputs.with_fields(prompt_len=None))
+        batch, one_row = self.inputs.query.shape[0], _in_one_row(self.inputs.with_fields(prompt_len=None))
         calls = [
-            self._replace(inputs=segment.slice_inputs(whole), seq_len=segment.kv_len, sequence=sequence)
+            self._replace(inputs=segment.slice_inputs(one_row), seq_len=segment.kv_len, sequence=sequence)
             for sequence, segment in enumerate(segments)
             if segment.q_len > 0
         ]
         reasons = [None if self.probe is not None else call.call_reason() for call in calls]
-        together = [segments[call.sequence] for call, reason in zip(calls, reasons, strict=True) if reason is not None]
-        dense, stats, outs = iter(dense_attention_packed(whole, together)), dense_stats(whole.query), []
+        dense_segments = [segments[call.sequence] for call, reason in zip(calls, reasons, strict=True) if reason is not None]
+        dense_results, stats = iter(dense_attention_packed(one_row, dense_segments)), dense_stats(one_row.query)
+        outputs = []
         for call, reason in zip(calls, reasons, strict=True):
             if reason is None:
-                outs.append(call.output())
+                outputs.append(call.output())
             else:
-                outs.append(next(dense)[0])
-                call.record(AttentionResult(outs[-1], stats=stats), reason)
-        out = torch.cat(outs, 2)
+                outputs.append(next(dense_results)[0])
+                call.record(AttentionResult(outputs[-1], stats=stats), reason)
+        out = torch.cat(outputs, 2)
         return out if batch == 1 else out[0].unflatten(1, (batch, -1)).transpose(0, 1)
 
     def call_reason(self) -> str | None:
@@ -164,13 +165,13 @@ def _in_one_row(inputs: AttentionInputs) -> AttentionInputs:
 
 def _local_method(method: Method, module: nn.Module, num_heads: int) -> Method:
     """`method` with the options of this process's heads: under tensor parallelism equal shares of all heads, in order."""
-    named = method.num_heads
-    if named is None or named == num_heads or named % num_heads:
+    all_heads = method.num_heads
+    if all_heads is None or all_heads == num_heads or all_heads % num_heads:
         return method
-    rank = _rank(module, named // num_heads)
+    rank = _rank(module, all_heads // num_heads)
     if rank is None:
         return method
-    return fitted_to_heads(method, named).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
+    return fitted_to_heads(method, all_heads).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

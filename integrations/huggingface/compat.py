@@ -15,22 +15,22 @@ from transformers.masking_utils import sliding_window_causal_mask_function as wi
 
 from flexmask._torch import is_traced
 
-_Kind = TypeVar("_Kind")
+_Value = TypeVar("_Value")
 _HEADS = ("num_heads", "num_attention_heads", "num_q_heads", "n_heads", "n_head")  # attributes of attention modules
 _POSITIONS = re.compile("^wpe$|position|pos_emb")  # names of tables
 _AND, _OR = and_masks().__code__, or_masks().__code__
 
-NAME = "flexmask"  # of the attention, in transformers
+NAME = "flexmask"  # the name of the attention in transformers
 SDPA, EAGER = 'attn_implementation="sdpa"', 'attn_implementation="eager"'
 # wraps the mask of packed sequences in newer releases
 remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-# joins groups of tokens that see one another, as an image's; absent from older releases
+# joins groups of tokens that see one another, such as an image's tokens; older releases lack the function
 group_function = getattr(masking_utils, "blockwise_overlay", None)
 MODELS_MAKE_4D_MASKS = transformers.__version__.startswith("4.")  # some models build 4-D masks that bypass the mask interface
 
 
-def refusal(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(f"flexmask does not support {what}; use {instead}")
+def refusal(feature: str, alternative: str) -> NotImplementedError:
+    return NotImplementedError(f"flexmask does not support {feature}; use {alternative}")
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -55,7 +55,7 @@ def text_config(model: PreTrainedModel) -> Any:
     """The config that the attention layers of the text model have."""
     try:
         return model.config.get_text_config()
-    except ValueError:  # several, as an encoder's and a decoder's
+    except ValueError:  # the model has several, such as an encoder's and a decoder's
         return getattr(model.config, "text_config", model.config)
 
 
@@ -68,16 +68,16 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel | None:
 
 def text_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules of the text model, without parts that have a config of their own."""
-    config, apart = text_config(model), "\0"
+    config, other_prefix = text_config(model), "\0"
     for name, module in (text_model(model) or model).named_modules():
         if isinstance(module, PreTrainedModel) and module.config is not config:
-            apart = f"{name}."
-        elif not name.startswith(apart):
+            other_prefix = f"{name}."
+        elif not name.startswith(other_prefix):
             yield name, module
 
 
 def heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
-    """Query heads by layer, of the attention modules with such an attribute."""
+    """Query heads by layer, of the attention modules that have an attribute for their number."""
     heads = {}
     for _, module in text_modules(model):
         layer = getattr(module, "layer_idx", None)
@@ -90,15 +90,14 @@ def heads_of_layers(model: PreTrainedModel) -> dict[int, int]:
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """Tokens of the longest prompt that a model has positions for, in a table by position; None without such a table."""
+    """Length of the longest prompt for which the model's tables have positions; None if it has no such table."""
     tables = []
     for name, module in text_modules(model):
-        own = name.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and _POSITIONS.search(own):
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(name.rpartition(".")[2]):
             first = getattr(module, "offset", 0) if module.padding_idx is None else module.padding_idx + 1
             tables.append(module.num_embeddings - first)
         # sines and cosines by position
-        tables += [len(x) for own, x in module.named_buffers(recurse=False) if own == "embed_positions"]
+        tables += [len(table) for buffer, table in module.named_buffers(recurse=False) if buffer == "embed_positions"]
     return min(tables, default=None)
 
 
@@ -115,7 +114,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 
 
 def check_servable(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for cross, bidirectional or chunked attention, and for output_attentions."""
+    """Raise NotImplementedError for models with cross, bidirectional or chunked attention or with output_attentions."""
     name, config = type(model).__name__, text_config(model)
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise refusal(f"{name}, an encoder with a decoder, whose cross attention it does not know", SDPA)
@@ -152,17 +151,19 @@ def classify_mask_function(mask_function: Callable[..., Any], local_size: int | 
     if group_function is not None and not is_traced():
         mask_function = _without_groups(mask_function)
     tensors = _find_captured(mask_function, Tensor)
-    for window, expected in _single_prompt_masks(mask_function, local_size):
-        if _same(mask_function, expected):
+    for window, prompt_function in _single_prompt_masks(mask_function, local_size):
+        if _is_same(mask_function, prompt_function):
             return True, window, None
         for ids in tensors:
-            packed = masking_utils.packed_sequence_mask_function(ids)
-            forms = [(expected, packed)]
+            pack_function = masking_utils.packed_sequence_mask_function(ids)
+            pairs = [(prompt_function, pack_function)]
             if remap_positions is not None:
-                remapped = [remap_positions(expected, positions) for positions in tensors]
+                remapped_functions = [remap_positions(prompt_function, positions) for positions in tensors]
                 # transformers 5.24 changed the order
-                forms += [parts for mapped in remapped for parts in ((packed, mapped), (mapped, packed))]
-            if any(_same(mask_function, and_masks(*parts)) for parts in forms):
+                pairs += [
+                    pair for remapped in remapped_functions for pair in ((pack_function, remapped), (remapped, pack_function))
+                ]
+            if any(_is_same(mask_function, and_masks(*pair)) for pair in pairs):
                 return True, window, ids
     return False, None, None
 
@@ -173,52 +174,53 @@ def _single_prompt_masks(
     """Windows and mask functions of single prompts, one of which `mask_function` may be."""
     if local_size is not None:
         return [(local_size, window_function(local_size))]
-    # Gemma 3 and 4 build their own for images
+    # Gemma 3 and 4 build their own window masks, for images
     windows = _find_captured(mask_function, int)
-    windowed = [(window, and_masks(causal_mask_function, sliding_window_overlay(window))) for window in windows]
-    return [(None, causal_mask_function), *windowed]
+    window_functions = [(window, and_masks(causal_mask_function, sliding_window_overlay(window))) for window in windows]
+    return [(None, causal_mask_function), *window_functions]
 
 
 def _without_groups(mask_function: Callable[..., Any]) -> Callable[..., Any]:
-    """`mask_function` without the parts that join groups of tokens, where the tensors show none."""
-    captured, code = _closure_values(mask_function), getattr(mask_function, "__code__", None)
-    if code not in (_OR, _AND) or len(captured) != 1:
+    """`mask_function` without the parts that join groups of tokens, if their ids name no group."""
+    captured_values, code = _closure_values(mask_function), getattr(mask_function, "__code__", None)
+    if code not in (_OR, _AND) or len(captured_values) != 1:
         return mask_function
-    parts = [_without_groups(part) for part in captured[0]]
+    parts = [_without_groups(part) for part in captured_values[0]]
     if code is _AND:
         return and_masks(*parts)
-    first, *others = parts
-    return first if all(map(_joins_nothing, others)) else mask_function
+    first, *other_parts = parts
+    return first if all(map(_joins_no_group, other_parts)) else mask_function
 
 
-def _joins_nothing(mask_function: Callable[..., Any]) -> bool:
+def _joins_no_group(mask_function: Callable[..., Any]) -> bool:
     """True if a function joins groups of tokens, and its ids name no group."""
     assert group_function is not None
     # -1: no group
     return any(
-        _same(mask_function, group_function(ids)) and not bool((ids >= 0).any()) for ids in _find_captured(mask_function, Tensor)
+        _is_same(mask_function, group_function(ids)) and not bool((ids >= 0).any())
+        for ids in _find_captured(mask_function, Tensor)
     )
 
 
-def _same(left: Any, right: Any) -> bool:
+def _is_same(left: Any, right: Any) -> bool:
     """True if two functions have the same code and, recursively, captured values; tensors compare by identity."""
     if left is right:
         return True
     if isinstance(left, tuple) and isinstance(right, tuple):
-        return len(left) == len(right) and all(map(_same, left, right))
+        return len(left) == len(right) and all(map(_is_same, left, right))
     if callable(left) and callable(right):
         code = getattr(left, "__code__", None)
         is_same_code = code is not None and code is getattr(right, "__code__", None)
-        return is_same_code and _same(_closure_values(left), _closure_values(right))
+        return is_same_code and _is_same(_closure_values(left), _closure_values(right))
     return isinstance(left, int) and isinstance(right, int) and left == right
 
 
-def _find_captured(value: Any, kind: type[_Kind]) -> list[_Kind]:
+def _find_captured(value: Any, value_type: type[_Value]) -> list[_Value]:
     """Values of a type that a function captures, also by the functions that it captures."""
-    if isinstance(value, kind):
+    if isinstance(value, value_type):
         return [value]
     parts = value if isinstance(value, tuple) else _closure_values(value) if callable(value) else ()
-    return [captured for part in parts for captured in _find_captured(part, kind)]
+    return [captured for part in parts for captured in _find_captured(part, value_type)]
 
 
 def _closure_values(function: Any) -> tuple[Any, ...]:

@@ -35,20 +35,20 @@ class _Exit:
     ``with`` first looks up ``__exit__``, for which `_ExitOfEachBlock` makes an exit that the statement holds to its end. It then
     calls ``__enter__``, which finds this exit in `_LATEST_EXIT` and gives it a new scope. So an interrupt between any two lines
     drops the exit, and with it the scope. An ExitStack takes the same steps, but looks up ``__exit__`` on the class. A scope
-    entered by hand, by ``manager.__enter__()``, has no exit; the manager holds it (`_by_hand`) until its ``__exit__`` is called.
+    that ``manager.__enter__()`` opened has no exit; the manager holds the scope (`_manual_scopes`) until ``__exit__`` is called.
     """
 
     def __init__(self, manager: sparse_prefill | None) -> None:
-        self.manager = manager  # None if looked up on the class; the call then gets it
+        self.manager = manager  # None if the exit was looked up on the class, whose caller then passes the manager
         self.scope: Scope | None = None
 
-    def __call__(self, *given: Any) -> None:
-        manager, _, error, _ = given if self.manager is None else (self.manager, *given)
+    def __call__(self, *arguments: Any) -> None:
+        manager, _, error, _ = arguments if self.manager is None else (self.manager, *arguments)
         scope = self.scope
         if scope is None:
-            # entered by hand: leave the latest scope of this thread or task, or one handed over to it
-            scope = latest_scope(manager._by_hand)
-            manager._by_hand.remove(scope)
+            # without an exit: close the latest scope of this thread or task, or one that another has handed over
+            scope = latest_scope(manager._manual_scopes)
+            manager._manual_scopes.remove(scope)
         scope.close()
         _report(scope, has_failed=error is not None)
 
@@ -56,13 +56,13 @@ class _Exit:
 class _ExitOfEachBlock:
     """Descriptor for ``__exit__``, which makes an exit at each lookup."""
 
-    def __get__(self, manager: sparse_prefill | None, kind: type | None = None) -> _Exit:
-        leave = _Exit(manager)
-        _LATEST_EXIT.set(ref(leave))
-        return leave
+    def __get__(self, manager: sparse_prefill | None, owner: type | None = None) -> _Exit:
+        block_exit = _Exit(manager)
+        _LATEST_EXIT.set(ref(block_exit))
+        return block_exit
 
 
-# of the current thread or task; a weak reference, which does not keep the scope open
+# the latest exit of the current thread or task; the reference is weak, so that it does not keep the scope open
 _LATEST_EXIT: ContextVar[Callable[[], _Exit | None]] = ContextVar("flexmask_latest_exit", default=lambda: None)
 
 
@@ -146,33 +146,33 @@ class sparse_prefill(ContextDecorator):
         check_prompt_len(self._prompt_len)
         self._model = unwrapped(model)
         self._options = {"method": method, "settings": settings, **options}
-        self._collects = (collect_stats, collect_masks, max_calls)
-        self._by_hand: list[Scope] = []  # scopes without an exit that would hold them
+        self._record_options = (collect_stats, collect_masks, max_calls)
+        self._manual_scopes: list[Scope] = []  # scopes that no exit holds
         try:
-            PrefillRun(model_settings(self._model, **self._options), *self._collects)
+            PrefillRun(model_settings(self._model, **self._options), *self._record_options)
         except UnknownOption as error:
             raise error.with_names("collect_stats", "collect_masks", "max_calls", "prompt_len") from None
 
     def __enter__(self) -> PrefillRun:
-        leave = _LATEST_EXIT.get()()
+        block_exit = _LATEST_EXIT.get()()
         register()
-        run = PrefillRun(model_settings(self._model, **self._options), *self._collects)
+        run = PrefillRun(model_settings(self._model, **self._options), *self._record_options)
         scope = Scope(self._model, run, prompt_len=self._prompt_len)
-        if leave is not None and leave.scope is None and leave.manager in (None, self):
-            # first, because an exit belongs to one entry, even to one that fails, whose traceback may keep the exit
-            leave.scope = scope
+        if block_exit is not None and block_exit.scope is None and block_exit.manager in (None, self):
+            # assigned before `_open`: an exit belongs to one entry, even if that fails and its traceback keeps the exit
+            block_exit.scope = scope
             _open(scope)
         else:
             _open(scope)
-            self._by_hand.append(scope)
+            self._manual_scopes.append(scope)
         return run
 
     __exit__ = _ExitOfEachBlock()
 
 
 @contextmanager
-def opened(model: PreTrainedModel, run: PrefillRun, probe: Callable[[LayerCall], Tensor] | None = None) -> Iterator[Scope]:
-    """Open a scope that records in `run`; `probe` runs its prefill calls instead."""
+def opened_scope(model: PreTrainedModel, run: PrefillRun, probe: Callable[[LayerCall], Tensor] | None = None) -> Iterator[Scope]:
+    """Open a scope that records in `run`; a `probe` runs the prefill calls instead of their plans."""
     register()
     scope = Scope(model, run, probe)
     _open(scope)
@@ -198,8 +198,8 @@ def _report(scope: Scope, has_failed: bool) -> None:
     run = scope.run
     summary = run.dense_summary()
     if summary is not None:
-        nothing_else, line = summary
-        _log.log(logging.WARNING if nothing_else else logging.INFO, "flexmask: %s", line)
+        all_ran_dense, line = summary
+        _log.log(logging.WARNING if all_ran_dense else logging.INFO, "flexmask: %s", line)
     if has_failed:
         return
     if run.ignored:

@@ -16,7 +16,7 @@ from flexmask.environment import one_line
 from flexmask.integrations.huggingface.attention import attention
 from flexmask.integrations.huggingface.call import LayerCall, Plans
 from flexmask.integrations.huggingface.compat import learned_positions, text_config
-from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.context_manager import opened_scope
 from flexmask.integrations.huggingface.mask import GeometryMask, geometry_mask
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.huggingface.scope import scope_of
@@ -25,9 +25,9 @@ from flexmask.settings import PrefillSettings
 
 SPARSE, DENSE, REFUSED, UNREACHED = "sparse", "dense", "refused", "not reached"
 _NAME = "flexmask_layer_forecast"
-# tokens that the forward reads on the meta device, enough for models that add a key per group of tokens; attention gets tensors
-# of the full length, expanded from one number
-_READ = 256
+# The forward on the meta device reads this many tokens, enough for models that add a key per group of tokens. Attention gets
+# tensors of the prompt's full length, expanded from one number
+_FORWARD_TOKENS = 256
 
 
 class LayerForecast(NamedTuple):
@@ -37,7 +37,7 @@ class LayerForecast(NamedTuple):
     # "sparse", "dense", "refused" (the forward would raise) or "not reached" (it calls no attention of transformers')
     outcome: str
     reason: str  # why the outcome is not sparse
-    # None without an attention call
+    # the fields below are None if the layer calls no attention
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
@@ -82,20 +82,20 @@ def layer_forecast(
         raise ValueError(f"config must be one that AutoModelForCausalLM makes a model of; got {type(config).__name__}")
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    # kernels for experts support no other dtype
+    # kernels for experts support only bfloat16
     model = model.eval().to(torch.bfloat16)
     num_layers = getattr(text_config(model), "num_hidden_layers", 0)
     run = PrefillRun(model_settings(model, method=method, settings=settings, **options), collect_stats=False)
-    longest = learned_positions(model)
-    if longest is not None and tokens > longest:
-        beyond = f"{tokens:,} tokens exceed the {longest:,} positions that the model has learned"
-        return [LayerForecast(layer, REFUSED, beyond) for layer in range(num_layers)]
+    max_positions = learned_positions(model)
+    if max_positions is not None and tokens > max_positions:
+        reason = f"{tokens:,} tokens exceed the {max_positions:,} positions that the model has learned"
+        return [LayerForecast(layer, REFUSED, reason) for layer in range(num_layers)]
     forecaster, error = _Forecaster(tokens, torch.zeros((), device=device, dtype=dtype)), None
     forecasts = forecaster.layers
-    # most models need only shapes if there is a mask, some only without one
-    for arguments in ({"attention_mask": torch.ones((1, _READ), dtype=torch.long, device="meta")}, {"use_cache": True}):
+    # most models need only shapes if they get a mask, some only if they get none
+    for arguments in ({"attention_mask": torch.ones((1, _FORWARD_TOKENS), dtype=torch.long, device="meta")}, {"use_cache": True}):
         forecasts.clear()
-        error = _follow(model, run, forecaster, arguments)
+        error = _forward_error(model, run, forecaster, arguments)
         if error is None or len(forecasts) == num_layers or _is_refusal(error):
             break
     if error is not None and len(forecasts) < num_layers:
@@ -104,10 +104,11 @@ def layer_forecast(
             raise RuntimeError(f"cannot follow {type(model).__name__} without weights: {line}") from error
         # the model's own code read more of its mask than a `GeometryMask` has, which ended the forward
         forecasts |= {layer: LayerForecast(layer, REFUSED, line) for layer in range(num_layers) if layer not in forecasts}
-    kinds = getattr(text_config(model), "layer_types", None) or ()
+    layer_types = getattr(text_config(model), "layer_types", None) or ()
     for layer in range(num_layers):
-        what = f"a layer of {kinds[layer]}" if layer < len(kinds) else "no call of transformers' attention interface"
-        forecasts.setdefault(layer, LayerForecast(layer, UNREACHED, what))
+        has_type = layer < len(layer_types)
+        reason = f"a layer of {layer_types[layer]}" if has_type else "no call of transformers' attention interface"
+        forecasts.setdefault(layer, LayerForecast(layer, UNREACHED, reason))
     return [forecasts[layer] for layer in sorted(forecasts)]
 
 
@@ -131,12 +132,12 @@ class _Forecaster:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """Run the adapter's attention on stand-ins; a refusal is noted, and the forward goes on."""
+    """Run the adapter's attention on stand-ins. If the attention refuses the call, note why, and let the forward go on."""
     scope = scope_of(module)
     assert scope is not None and isinstance(scope.probe, _Forecaster)
     forecaster, mask = scope.probe, attention_mask
     shapes: list[tuple[int, ...]] = [tensor.shape for tensor in (query, key, value)]
-    if isinstance(mask, GeometryMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_READ}:
+    if isinstance(mask, GeometryMask) and {shape[2] for shape in (mask.shape, *shapes)} == {mask.shape[3]} == {_FORWARD_TOKENS}:
         tokens = forecaster.tokens
         shapes = [(*shape[:2], tokens, shape[3]) for shape in shapes]
         mask = GeometryMask((*mask.shape[:2], tokens, tokens), 0, window=mask.window, refusal=mask.refusal)
@@ -151,14 +152,16 @@ def _attention(
     return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), device="meta", dtype=query.dtype), None
 
 
-def _follow(model: PreTrainedModel, run: PrefillRun, forecaster: _Forecaster, arguments: dict[str, Any]) -> Exception | None:
-    """Run the forward on the meta device; return what it raised."""
-    # these stay registered; they have no state
+def _forward_error(
+    model: PreTrainedModel, run: PrefillRun, forecaster: _Forecaster, arguments: dict[str, Any]
+) -> Exception | None:
+    """Run the forward on the meta device, and return the exception that it raised, or None."""
+    # both functions stay registered, as they have no state
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, lambda **arguments: geometry_mask(**arguments | {"attention_mask": None}))
-    ids = torch.zeros((1, _READ), dtype=torch.long, device="meta")
+    ids = torch.zeros((1, _FORWARD_TOKENS), dtype=torch.long, device="meta")
     try:
-        with opened(model, run, forecaster) as scope, torch.no_grad():
+        with opened_scope(model, run, forecaster) as scope, torch.no_grad():
             scope.config._attn_implementation_internal = _NAME
             try:
                 model(input_ids=ids, **arguments)

@@ -27,7 +27,7 @@ SCOPE_ENDED = (
 
 
 class MaskNotServed(NotImplementedError, AttributeError):
-    """A model read more of its mask than `GeometryMask` has. An AttributeError for ``hasattr``."""
+    """A model read more of its mask than `GeometryMask` has. The class is an AttributeError so that ``hasattr`` works."""
 
 
 class ForwardPass:
@@ -36,7 +36,7 @@ class ForwardPass:
     def __init__(self) -> None:
         self._scope_is_known = False
         self._scope: ReferenceType[Scope] | None = None  # weak: a scope is open while its block holds it
-        self.plans: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # of the layers under each mask (call.py)
+        self.plans: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()  # by mask: plans of its layers (call.py)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardPass, ()
@@ -49,7 +49,7 @@ class ForwardPass:
         if self._scope is None:
             return None
         scope = self._scope()
-        if scope is None or scope.closed:
+        if scope is None or scope.is_closed:
             raise MaskNotServed(SCOPE_ENDED)
         return scope
 
@@ -65,7 +65,7 @@ class GeometryMask(BlockMask):
     """
 
     _config: Any = None
-    _made_for: str | None = None  # the config's attention
+    _attention_name: str | None = None  # in the config, when the mask was made
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class GeometryMask(BlockMask):
     ) -> None:
         # without BlockMask.__init__, which needs lists
         self._shape = shape  # (batch, 1, q_len, kv_len)
-        self._config, self._made_for = config, getattr(config, "_attn_implementation", None)
+        self._config, self._attention_name = config, getattr(config, "_attn_implementation", None)
         self.seq_len = seq_len if seq_len is not None else shape[2] + (offset if isinstance(offset, int) else 0)
         self.offset, self.attention_mask, self.window, self.refusal = offset, attention_mask, window, refusal
         self.segments = segments  # packed sequences, in tokens of all batch rows concatenated
@@ -110,7 +110,7 @@ class GeometryMask(BlockMask):
         offset = self.offset.to(device) if isinstance(self.offset, Tensor) else self.offset
         mask = None if self.attention_mask is None else self.attention_mask.to(device)
         # the same object if nothing changes: `ForwardPass` keeps plans by mask
-        return self if offset is self.offset and mask is self.attention_mask else self._with(self._shape, offset, mask)
+        return self if offset is self.offset and mask is self.attention_mask else self._with_geometry(self._shape, offset, mask)
 
     def __getitem__(self, index: Any) -> GeometryMask:
         """Some of the rows; keeps all dimensions, as BlockMask does."""
@@ -120,52 +120,54 @@ class GeometryMask(BlockMask):
             parts[dim : dim + 1] = [slice(None)] * (5 - len(parts))
         parts += [slice(None)] * (4 - len(parts))
         batch, _, q_len, kv_len = self._shape
-        whole = {0: batch, 3: kv_len}
+        unsliced = {0: batch, 3: kv_len}
         if len(parts) != 4 or any(
-            not isinstance(parts[dim], slice) or parts[dim].indices(size) != (0, size, 1) for dim, size in whole.items()
+            not isinstance(parts[dim], slice) or parts[dim].indices(size) != (0, size, 1) for dim, size in unsliced.items()
         ):
-            self._not_served(f"[{index}] beyond heads and rows")
+            self._refuse_use(f"[{index}] beyond heads and rows")
         if isinstance(parts[1], int) and not -1 <= parts[1] < 1:
             raise IndexError(f"head must be in [-1, 1); got {parts[1]}")
         rows = slice(parts[2], parts[2] + 1 or None) if isinstance(parts[2], int) else parts[2]
         if not isinstance(rows, slice) or rows.indices(q_len)[2] != 1:
-            self._not_served(f"[{index}] of rows that do not follow one another")
-        first, end, _ = rows.indices(q_len)
-        if self.segments is not None and (first, end) != (0, q_len):
-            self._not_served(f"[{index}] of packed sequences")
-        return self._with((batch, 1, max(end - first, 0), kv_len), self.offset + first, self.attention_mask)
+            self._refuse_use(f"[{index}] of rows that do not follow one another")
+        first_row, end_row, _ = rows.indices(q_len)
+        if self.segments is not None and (first_row, end_row) != (0, q_len):
+            self._refuse_use(f"[{index}] of packed sequences")
+        return self._with_geometry((batch, 1, max(end_row - first_row, 0), kv_len), self.offset + first_row, self.attention_mask)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._not_served(f".{name}")
+        self._refuse_use(f".{name}")
 
-    def _computed_with(self, other: Any = None) -> NoReturn:
-        self._not_served("numbers")
+    def _refuse_arithmetic(self, other: Any = None) -> NoReturn:
+        self._refuse_use("numbers")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed_with
-    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _computed_with
-    __lt__ = __le__ = __gt__ = __ge__ = __truediv__ = __rtruediv__ = _computed_with
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refuse_arithmetic
+    __and__ = __rand__ = __or__ = __ror__ = __invert__ = __neg__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
         """Refuse torch's own functions, such as SDPA."""
-        given = [*args, *(kwargs or {}).values()]
-        given += [part for argument in given if isinstance(argument, (list, tuple)) for part in argument]
-        masks = [argument for argument in given if isinstance(argument, GeometryMask)]
-        (masks[0] if masks else GeometryMask((1, 1, 1, 1), 0))._computed_with()
+        operands = [*args, *(kwargs or {}).values()]
+        operands += [part for operand in operands if isinstance(operand, (list, tuple)) for part in operand]
+        masks = [operand for operand in operands if isinstance(operand, GeometryMask)]
+        (masks[0] if masks else GeometryMask((1, 1, 1, 1), 0))._refuse_arithmetic()
 
-    def _not_served(self, what: str) -> NoReturn:
-        if getattr(self._config, "_attn_implementation", None) != self._made_for:
+    def _refuse_use(self, what: str) -> NoReturn:
+        if getattr(self._config, "_attn_implementation", None) != self._attention_name:
             raise MaskNotServed(SCOPE_ENDED)
         raise MaskNotServed(
             f"flexmask cannot run a model whose code uses its attention mask's {what}, for a sparse attention of its own, say; "
             'use attn_implementation="sdpa"'
         )
 
-    def _with(self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None) -> GeometryMask:
+    def _with_geometry(
+        self, shape: tuple[int, int, int, int], offset: int | Tensor, attention_mask: Tensor | None
+    ) -> GeometryMask:
         mask = GeometryMask(shape, offset, attention_mask, self.window, self.refusal, self.seq_len, self.segments, self._config)
-        mask._made_for = self._made_for
+        mask._attention_name = self._attention_name
         mask.forward_pass, mask.packed, mask.bounds = self.forward_pass, self.packed, self.bounds
         return mask
 
@@ -173,20 +175,20 @@ class GeometryMask(BlockMask):
 def mask_for_transformers(*, config: Any = None, **arguments: Any) -> Any:
     """The mask function for transformers: `geometry_mask`, or that of the model's own attention if no block is open."""
     if not is_traced() and restore_attention_name(config):
-        own = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
-        return None if own is None else own(config=config, **arguments)
+        own_function = ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+        return None if own_function is None else own_function(config=config, **arguments)
     return geometry_mask(config=config, **arguments)
 
 
 def geometry_mask(**arguments: Any) -> GeometryMask | Tensor | None:
-    """The mask of a forward pass; for a single row SDPA's. ValueError if `attention_mask` ends before the last query row."""
-    q_len, first = q_len_and_offset(arguments)
-    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments) if q_len == 1 else _prefill_mask(q_len, first, **arguments)
+    """The mask of a forward pass; a single row gets SDPA's. ValueError if `attention_mask` ends before the last query row."""
+    q_len, first_row = q_len_and_offset(arguments)
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments) if q_len == 1 else _prefill_mask(q_len, first_row, **arguments)
 
 
 def _prefill_mask(
     q_len: int,
-    first: int | Tensor,
+    first_row: int | Tensor,
     *,
     batch_size: int,
     kv_length: int,
@@ -197,15 +199,15 @@ def _prefill_mask(
     config: Any = None,
     **_: Any,
 ) -> GeometryMask:
-    # do not wait for a first row that is on a device
-    known_first = _int_if_known(first)
-    if attention_mask is not None and isinstance(known_first, int) and not is_traced():
-        expected = (batch_size, known_first + q_len)
+    # do not wait for a position that is on a device
+    known_row = _int_if_known(first_row)
+    if attention_mask is not None and isinstance(known_row, int) and not is_traced():
+        expected = (batch_size, known_row + q_len)
         if attention_mask.shape[1] < expected[1]:
             raise ValueError(f"attention_mask must be (batch, all tokens so far) = {expected}; got {tuple(attention_mask.shape)}")
     shape = (batch_size, 1, q_len, kv_length)
     # with as many rows as keys, the first row is at the first key
-    offset = 0 if q_len == kv_length else _int_if_known(first - kv_offset)
+    offset = 0 if q_len == kv_length else _int_if_known(first_row - kv_offset)
     is_known, window, ids = classify_mask_function(mask_function, local_size)
     if not is_known or (ids is not None and is_traced()):
         return GeometryMask(shape, offset, refusal=_PACKED_IN_COMPILE if is_known else _REFUSAL, config=config)
@@ -227,7 +229,7 @@ def _int_if_known(number: int | Tensor) -> int | Tensor:
 
 
 def _key_padding_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor) -> Tensor | None:
-    """The padding mask, (batch, kv_length); there may be fewer or more keys than the prompt has. None without padding."""
+    """The padding mask, (batch, kv_length), or None without padding. A cache may hold fewer or more keys than the prompt."""
     if attention_mask is None or (is_readable(attention_mask) and bool(attention_mask.all())):
         return None
     position = torch.arange(kv_length, device=attention_mask.device) + kv_offset

@@ -25,12 +25,12 @@ _process_override: SettingsOverride = {}  # what `register` got, which overrides
 
 
 def set_process_settings(named: SettingsOverride) -> None:
-    """Use these settings, or keywords, in the whole process; if there are none, keep the present ones."""
+    """Use these settings, or keywords, in the whole process. Without any, keep those of the call before."""
     global _process_override
     if not isinstance(named, PrefillSettings):
-        checked = apply_override(PrefillSettings(), named)
+        checked_settings = apply_override(PrefillSettings(), named)
         # copies, which the caller cannot change
-        copies = {**vars(checked), **checked.options}
+        copies = {**vars(checked_settings), **checked_settings.options}
         named = {name: copies[name] for name in named} or _process_override
     _process_override = named
 
@@ -42,29 +42,30 @@ def settings_for(config: Any, named: SettingsOverride | None = None) -> PrefillS
     return apply_override(_with_process(cached_saved_settings(config) or default_settings()), named or {})
 
 
-_merged: tuple[PrefillSettings, SettingsOverride, PrefillSettings] | None = None  # the latest of `_with_process`
+# the latest arguments and result of `_with_process`
+_latest_merge: tuple[PrefillSettings, SettingsOverride, PrefillSettings] | None = None
 
 
 def _with_process(base: PrefillSettings) -> PrefillSettings:
-    """The process's settings over `base`. Returns the same object for every layer, as plans are shared by its id."""
-    global _merged
-    cached, process = _merged, _process_override
-    if cached is None or cached[0] is not base or cached[1] is not process:
-        cached = _merged = (base, process, apply_override(base, process))
-    return cached[2]
+    """The process's settings over `base`. Returns the same object for every layer, since plans are shared by the settings' id."""
+    global _latest_merge
+    merge, override = _latest_merge, _process_override
+    if merge is None or merge[0] is not base or merge[1] is not override:
+        merge = _latest_merge = (base, override, apply_override(base, override))
+    return merge[2]
 
 
 def cached_saved_settings(config: Any) -> PrefillSettings | None:
-    """`saved_settings` of a config, read again only after changes: without a block every layer asks for them."""
-    saved = getattr(config, CONFIG_KEY, None)
-    if saved is None:
+    """`saved_settings` of a config, parsed again only after changes, since outside of a block every layer asks for them."""
+    saved_options = getattr(config, CONFIG_KEY, None)
+    if saved_options is None:
         return None
     entry = entry_of(config)
     shape = heads_by_layer(config, entry.heads)
-    if entry.saved is None or entry.saved[:2] != (saved, shape):
+    if entry.saved_settings is None or entry.saved_settings[:2] != (saved_options, shape):
         settings = saved_settings(config, entry.heads)
-        entry.saved = (copy.deepcopy(saved), shape, settings)
-    return entry.saved[2]
+        entry.saved_settings = (copy.deepcopy(saved_options), shape, settings)
+    return entry.saved_settings[2]
 
 
 def config_and_heads(model: PreTrainedModel) -> tuple[Any, dict[int, int]]:
@@ -77,9 +78,9 @@ def config_and_heads(model: PreTrainedModel) -> tuple[Any, dict[int, int]]:
 def model_settings(model: PreTrainedModel, **named: Any) -> PrefillSettings:
     """The settings of a model, checked against it; `named` as in `named_settings`."""
     config, heads = config_and_heads(model)
-    chosen = settings_for(config, named_settings(**named))
-    chosen.check_model(config, heads)
-    return chosen
+    settings = settings_for(config, named_settings(**named))
+    settings.check_model(config, heads)
+    return settings
 
 
 def configure(
@@ -88,7 +89,7 @@ def configure(
     """Write options into a model's config, where ``save_pretrained`` keeps them: ``flexmask_config`` in ``config.json``.
 
     They apply where the model runs with ``attn_implementation="flexmask"``, and in `sparse_prefill` blocks, whose keywords
-    override them one by one. They replace all that was there; without options the defaults do.
+    override them one by one. They replace all options that were there; without any, the defaults apply.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ def configure(
     {'dense_layers': [0], 'gamma': 0.8}
     """
     config, heads = config_and_heads(unwrapped(model))
-    written = apply_override(PrefillSettings(), named_settings(method, settings, **options))
-    written.check_model(config, heads)
-    setattr(config, CONFIG_KEY, written.to_dict())
-    return written
+    new_settings = apply_override(PrefillSettings(), named_settings(method, settings, **options))
+    new_settings.check_model(config, heads)
+    setattr(config, CONFIG_KEY, new_settings.to_dict())
+    return new_settings

@@ -30,18 +30,18 @@ class GivenBounds:
     """The sequences of `cu_seq_lens_q` and `cu_seq_lens_k`, read once per forward."""
 
     def __init__(self) -> None:
-        self._read: tuple[Tensor, Tensor, Segments] | None = None
+        self._latest: tuple[Tensor, Tensor, Segments] | None = None  # the bounds read last, and their sequences
 
     def segments(self, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, tokens: int) -> Segments:
         """The sequences of a pack of `tokens` tokens. Raises TypeError or ValueError for bounds that do not fit."""
-        if self._read is None or self._read[0] is not cu_seq_lens_q or self._read[1] is not cu_seq_lens_k:
+        if self._latest is None or self._latest[0] is not cu_seq_lens_q or self._latest[1] is not cu_seq_lens_k:
             try:
                 segments = tuple(segments_of(cu_seq_lens_q, cu_seq_lens_k, tokens, tokens))
             except (TypeError, ValueError) as error:
-                # as transformers spells them
+                # name the arguments as transformers spells them
                 raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_lens_")) from None
-            self._read = (cu_seq_lens_q, cu_seq_lens_k, segments)
-        return self._read[2]
+            self._latest = (cu_seq_lens_q, cu_seq_lens_k, segments)
+        return self._latest[2]
 
 
 class PackedCheck:
@@ -49,29 +49,29 @@ class PackedCheck:
 
     def __init__(self) -> None:
         self._answer: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._copy_event: torch.cuda.Event | None = None
 
     def is_packed(self, position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> bool:
         """True once the positions are found to restart."""
         if not is_readable(position_ids) or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         if self._answer is None:
-            answer = _starts_again(position_ids, attention_mask, offset)
+            answer = _restarts(position_ids, attention_mask, offset)
             if answer.is_cuda:
                 self._answer = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record(torch.cuda.current_stream(answer.device))
+                self._copy_event = torch.cuda.Event()
+                self._copy_event.record(torch.cuda.current_stream(answer.device))
             else:
                 self._answer = answer if answer.device.type == "cpu" else torch.zeros((), dtype=torch.bool)
-        return (self._copied is None or self._copied.query()) and bool(self._answer)
+        return (self._copy_event is None or self._copy_event.query()) and bool(self._answer)
 
 
-def _starts_again(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
+def _restarts(position_ids: Tensor, attention_mask: Tensor | None, offset: int | Tensor) -> Tensor:
     """0-d bool: some position is below its predecessor, or both are 0. Ignores padding, whose positions are arbitrary."""
     left, right = position_ids[:, :-1], position_ids[:, 1:]
-    again = (right < left) | ((right == 0) & (left == 0))
+    restarts = (right < left) | ((right == 0) & (left == 0))
     if attention_mask is not None:
         row = offset + torch.arange(position_ids.shape[1], device=position_ids.device)
-        token = attention_mask.to(position_ids.device)[:, row]
-        again = again & token[:, :-1] & token[:, 1:]
-    return again.any()
+        is_token = attention_mask.to(position_ids.device)[:, row]
+        restarts = restarts & is_token[:, :-1] & is_token[:, 1:]
+    return restarts.any()

@@ -24,7 +24,7 @@ from flexmask.integrations.huggingface.model_config import set_process_settings
 from flexmask.integrations.huggingface.scope import scope_of, scoped_name
 from flexmask.settings import PrefillSettings, named_settings
 
-_WRAPPED = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_WRAPPED_NAMES = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 def register(
@@ -41,8 +41,8 @@ def register(
     Parameters
     ----------
     method, settings, options
-        As in `sparse_prefill`, for every model of the process, until the next call that gives others. They go over what
-        `configure` wrote into the models' configs, and under the options of a `sparse_prefill` block. Default: none.
+        As in `sparse_prefill`, for every model of the process, until another call replaces them. They override what `configure`
+        wrote into the models' configs, and the options of a `sparse_prefill` block override them. Default: none.
     name
         ``"flex_attention"`` also replaces that implementation, for programs that accept only known names. Default ``"flexmask"``.
 
@@ -73,9 +73,9 @@ def register(
 def switch_attention(model: PreTrainedModel) -> None:
     """Write the name of a block's attention into the `text_config`. ValueError if the model does not read it there."""
     config, part = text_config(model), text_model(model)
-    own, name = config._attn_implementation, scoped_name(config)
+    present_name, name = config._attn_implementation, scoped_name(config)
     register_name(name)
-    if name == own:
+    if name == present_name:
         return
     (part or model).set_attn_implementation({"": name} if part else {"text_config": name})
     if config._attn_implementation != name:
@@ -84,14 +84,14 @@ def switch_attention(model: PreTrainedModel) -> None:
 
 def register_name(name: str) -> None:
     """Register flexmask in transformers under this name."""
-    # the mask function first: attention whose name has none would get no mask
+    # the mask function first: attention without a mask function of its name would get no mask
     AttentionMaskInterface.register(name, mask_for_transformers)
     AttentionInterface.register(name, attention)
     # the objects in which models look up names, and where other libraries put wrappers
     functions: Any
-    for functions, ours in ((ALL_MASK_ATTENTION_FUNCTIONS, mask_for_transformers), (ALL_ATTENTION_FUNCTIONS, attention)):
-        if functions[name] is not ours:
-            functions[name] = ours
+    for functions, own_function in ((ALL_MASK_ATTENTION_FUNCTIONS, mask_for_transformers), (ALL_ATTENTION_FUNCTIONS, attention)):
+        if functions[name] is not own_function:
+            functions[name] = own_function
 
 
 class NoteForward:
@@ -119,15 +119,15 @@ class NoteForward:
 
 def _warn_of_wrappers() -> None:
     """Warn if other libraries replaced transformers' own functions, as kvpress does for AdaKV."""
-    functions = [table.get(name) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for name in _WRAPPED]
-    homes = {_home(function) for function in functions if function is not None}
-    others = sorted(home for home in homes if home.partition(".")[0] not in ("transformers", "flexmask"))
-    if others:
-        what = f"{', '.join(others)} wraps attention in transformers; flexmask's attention runs without it"
-        warnings.warn(what, UserWarning, stacklevel=3)
+    functions = [table.get(name) for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) for name in _WRAPPED_NAMES]
+    modules = {_defining_module(function) for function in functions if function is not None}
+    wrappers = sorted(module for module in modules if module.partition(".")[0] not in ("transformers", "flexmask"))
+    if wrappers:
+        message = f"{', '.join(wrappers)} wraps attention in transformers; flexmask's attention runs without it"
+        warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _home(function: Any) -> str:
+def _defining_module(function: Any) -> str:
     """The module that defines a function, or an object's class; by ``__globals__``, as functools.wraps copies ``__module__``."""
-    function = getattr(function, "func", function)  # of a partial
+    function = getattr(function, "func", function)  # the function of a partial
     return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))

@@ -16,7 +16,7 @@ from flexmask._torch import is_fake
 from flexmask.environment import device_name
 from flexmask.integrations.huggingface.call import LayerCall
 from flexmask.integrations.huggingface.compat import input_device, unwrapped
-from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.context_manager import opened_scope
 from flexmask.integrations.huggingface.model_config import model_settings
 from flexmask.integrations.inspect.coverage_probe import CoverageProbe
 from flexmask.integrations.inspect.page import write_report
@@ -131,7 +131,7 @@ def inspect_prefill(
     device = input_device(inner)
 
     def prefill(run: PrefillRun, run_call: Callable[[LayerCall], Tensor]) -> None:
-        with opened(inner, run, run_call), torch.no_grad():
+        with opened_scope(inner, run, run_call), torch.no_grad():
             inner.base_model(input_ids=ids.to(device), use_cache=False)
 
     run = PrefillRun(used, max_calls=None)

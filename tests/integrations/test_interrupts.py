@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.context_manager import opened_scope
 from flexmask.integrations.record import PrefillRun
 from tests.integrations.common import is_open, is_untouched
 from tests.interrupts import in_another_thread, interrupted
@@ -40,7 +40,7 @@ def enter_and_leave(how, model, kept):
             with contextlib.suppress(KeyError), kept:
                 raise KeyError
         case "as inspect does":
-            with opened(model, PrefillRun()):
+            with opened_scope(model, PrefillRun()):
                 pass
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, LlamaForCausalLM, T5Config
 
-from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.context_manager import opened_scope
 from flexmask.integrations.huggingface.layer_forecast import LayerForecast, layer_forecast
 from flexmask.integrations.record import PrefillRun
 from flexmask.settings import PrefillSettings
@@ -22,7 +22,7 @@ def ran(model, tokens, settings):
         return torch.zeros(*call.inputs.query.shape[:3], call.inputs.value.shape[3])
 
     try:
-        with opened(model, PrefillRun(settings), note):
+        with opened_scope(model, PrefillRun(settings), note):
             model(torch.ones(1, tokens, dtype=torch.long))
     except NotImplementedError as error:
         return str(error)

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import flexmask.integrations.huggingface as flexmask_hf
-from flexmask.integrations.huggingface.context_manager import opened
+from flexmask.integrations.huggingface.context_manager import opened_scope
 from flexmask.integrations.record import PrefillRun
 from tests.integrations.common import is_open, is_untouched
 
@@ -43,7 +43,7 @@ def test_blocks_are_closed_in_any_order(model, tokens, order):
         still_open.remove(number)
         assert is_open(model) == bool(still_open)
     assert [ran_in(run) for run in runs] == expected
-    assert all(each._by_hand == [] for each in blocks)
+    assert all(each._manual_scopes == [] for each in blocks)
     assert is_untouched(model)
 
 
@@ -120,7 +120,7 @@ def test_a_block_serves_modules_with_the_model_s_config_that_have_none(model, to
 
 def test_a_block_holds_no_module_that_others_have_let_go(model):
     """torch.nn.DataParallel runs new copies of the modules in each forward."""
-    with opened(model, PrefillRun()) as scope:
+    with opened_scope(model, PrefillRun()) as scope:
         replica = copy.copy(model.model.layers[0].self_attn)
         del replica.layer_idx
         assert scope.layer_of(replica) == 0
