@@ -48,13 +48,13 @@ class PrefillRun:
     tokens: dict[int, int] = field(default_factory=dict)
     sequences: dict[int, int] = field(default_factory=dict)
     # by layer: the latest forward pass, and the last counted sequence of its pack
-    _latest: dict[int, tuple[object, int]] = field(default_factory=dict)
-    # layers, for the log line; the dense ones by reason
-    _called: set[int] = field(default_factory=set)
-    _sparse: set[int] = field(default_factory=set)
-    _dense: dict[str, set[int]] = field(default_factory=dict)
-    _ran: bool = False
-    _dropped: dict[int, LayerTotals] = field(default_factory=dict)  # sums over dropped calls
+    _latest_passes: dict[int, tuple[object, int]] = field(default_factory=dict)
+    # layers for the log line: all that were called, those that ran sparse, and by reason those that ran dense
+    _called_layers: set[int] = field(default_factory=set)
+    _sparse_layers: set[int] = field(default_factory=set)
+    _dense_layers: dict[str, set[int]] = field(default_factory=dict)
+    _has_run: bool = False
+    _dropped_totals: dict[int, LayerTotals] = field(default_factory=dict)  # sums over dropped calls
     _lock: Any = field(default_factory=threading.RLock)  # several threads may run one model in one block
 
     def __post_init__(self) -> None:
@@ -66,7 +66,11 @@ class PrefillRun:
 
     def __repr__(self) -> str:
         # a debugger must not wait for a device
-        sparse = f"{len(self._sparse)} of {len(self._called)} layers sparse" if self._called else "no layer called"
+        sparse = (
+            f"{len(self._sparse_layers)} of {len(self._called_layers)} layers sparse"
+            if self._called_layers
+            else "no layer called"
+        )
         return f"<PrefillRun: {self.num_prefills} prefills, {sparse}; summary() says more>"
 
     @property
@@ -99,16 +103,16 @@ class PrefillRun:
         forward_pass: object,
         size: CallSize,
     ) -> None:
-        """Note a prefill call of a layer, without reading a tensor; calls with the same `forward_pass` belong to one prefill."""
-        # of fake tensors only the reason is kept
+        """Record a layer's prefill call without reading a tensor; calls with the same `forward_pass` belong to one prefill."""
+        # of a call on fake tensors only the reason is recorded
         if stats is not None and is_fake(stats.density):
             stats = mask = None
         with self._lock:
-            self._called.add(layer)
+            self._called_layers.add(layer)
             if reason is None:
-                self._sparse.add(layer)
-            elif reason in self._dense or len(self._dense) < MAX_REASONS:
-                self._dense.setdefault(reason, set()).add(layer)
+                self._sparse_layers.add(layer)
+            elif reason in self._dense_layers or len(self._dense_layers) < MAX_REASONS:
+                self._dense_layers.setdefault(reason, set()).add(layer)
             if self.collect_stats and stats is not None:
                 calls = self.calls.setdefault(layer, [])
                 calls.append(RecordedCall(stats, reason, self._prefill_index(layer, forward_pass, size), size))
@@ -117,46 +121,47 @@ class PrefillRun:
             if self.max_calls is not None:
                 calls, masks = self.calls.get(layer, []), self.masks.get(layer, [])
                 if len(calls) > self.max_calls:
-                    self._dropped.setdefault(layer, LayerTotals()).add(calls[: -self.max_calls])
+                    self._dropped_totals.setdefault(layer, LayerTotals()).add(calls[: -self.max_calls])
                 del calls[: -self.max_calls], masks[: -self.max_calls]
 
     def _prefill_index(self, layer: int, forward_pass: object, size: CallSize) -> int:
         """The index of a call's prefill; counts its sequences and their tokens."""
-        before = self.calls[layer][-1].prefill if self.calls[layer] else -1
-        latest, counted = self._latest.get(layer, (None, 0))
-        # packed sequences, and layers that a model calls repeatedly (DiffLlama, HRM)
-        again = forward_pass is not None and before >= 0 and latest == forward_pass
-        if not again or size.sequence > counted:
+        last_prefill = self.calls[layer][-1].prefill if self.calls[layer] else -1
+        latest_pass, last_sequence = self._latest_passes.get(layer, (None, 0))
+        # true for packed sequences, and for layers that a model calls repeatedly (DiffLlama, HRM)
+        is_same_prefill = forward_pass is not None and last_prefill >= 0 and latest_pass == forward_pass
+        if not is_same_prefill or size.sequence > last_sequence:
             self.tokens[layer] = self.tokens.get(layer, 0) + size.batch * size.q_len
             self.sequences[layer] = self.sequences.get(layer, 0) + size.batch
-            counted = size.sequence
-        self._latest[layer] = (forward_pass, counted)
-        return before if again else before + 1
+            last_sequence = size.sequence
+        self._latest_passes[layer] = (forward_pass, last_sequence)
+        return last_prefill if is_same_prefill else last_prefill + 1
 
     def note_forward(self) -> None:
         """Note that the model ran a prompt."""
-        self._ran = True
+        self._has_run = True
 
     @property
     def unreached(self) -> bool:
         """True if the model ran a prompt, and no layer called the attention."""
-        return self._ran and not self._called
+        return self._has_run and not self._called_layers
 
     @property
     def ignored(self) -> list[int]:
-        """Layers with own options that called no attention though others did, as the state-space layers of hybrid models."""
-        return sorted({*self.settings.layers} - self._called) if self._called else []
+        """Layers with own options that called no attention though other layers did: the state-space layers of hybrid models."""
+        return sorted({*self.settings.layers} - self._called_layers) if self._called_layers else []
 
     def dense_summary(self) -> tuple[bool, str] | None:
         """Summarize the dense calls: True if every call ran dense, and the log line; None if no call did."""
-        if not self._dense:
+        if not self._dense_layers:
             return None
-        dense = set().union(*self._dense.values())
-        layers = f"all {len(dense)} layers" if dense == self._called else f"{len(dense)} of {len(self._called)} layers"
-        at_times = ", in some calls" if dense & self._sparse else ""
-        reasons = sorted(self._dense, key=lambda reason: -len(self._dense[reason]))
-        more = "; and more" if len(reasons) > 3 else ""
-        return not self._sparse, f"{layers} ran dense{at_times}: {'; '.join(reasons[:3])}{more}"
+        dense_layers = set().union(*self._dense_layers.values())
+        num_dense, num_called = len(dense_layers), len(self._called_layers)
+        layers = f"all {num_dense} layers" if dense_layers == self._called_layers else f"{num_dense} of {num_called} layers"
+        in_some_calls = ", in some calls" if dense_layers & self._sparse_layers else ""
+        reasons = sorted(self._dense_layers, key=lambda reason: -len(self._dense_layers[reason]))
+        ending = "; and more" if len(reasons) > 3 else ""
+        return not self._sparse_layers, f"{layers} ran dense{in_some_calls}: {'; '.join(reasons[:3])}{ending}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer, kept prefill call, packed sequence, batch row and head.
@@ -173,24 +178,25 @@ class PrefillRun:
         Counts nothing without `collect_stats`. ``print(run.summary())`` shows a line per layer.
         """
         with self._lock:
-            kept, dropped = self._state()
-            sequences, tokens = (max(counted.values(), default=0) for counted in (self.sequences, self.tokens))
+            calls_by_layer, dropped_totals = self._state()
+            sequences, tokens = (max(by_layer.values(), default=0) for by_layer in (self.sequences, self.tokens))
             prefills = self.num_prefills
-        # without the lock, because this waits for a device while other calls go on
-        totals = {layer: dropped.get(layer, LayerTotals()).with_calls(calls) for layer, calls in kept.items()}
-        return summary_of(totals, self.method, prefills, sequences, tokens, sum(total.calls for total in dropped.values()))
+        # after the lock is released, since this waits for a device while other calls go on
+        totals = {layer: dropped_totals.get(layer, LayerTotals()).with_calls(calls) for layer, calls in calls_by_layer.items()}
+        dropped_calls = sum(total.calls for total in dropped_totals.values())
+        return summary_of(totals, self.method, prefills, sequences, tokens, dropped_calls)
 
     def reset(self) -> None:
         """Forget all calls so far; settings stay."""
         with self._lock:
-            for kept in (self.calls, self.masks, self.tokens, self.sequences, self._latest, self._dropped):
-                kept.clear()
-            for layers in (self._called, self._sparse, self._dense):
+            for by_layer in (self.calls, self.masks, self.tokens, self.sequences, self._latest_passes, self._dropped_totals):
+                by_layer.clear()
+            for layers in (self._called_layers, self._sparse_layers, self._dense_layers):
                 layers.clear()
-            self._ran = False
+            self._has_run = False
 
     def _state(self) -> tuple[dict[int, list[RecordedCall]], dict[int, LayerTotals]]:
         """Snapshots of kept calls, and of sums over dropped ones."""
         with self._lock:
-            kept = {layer: list(calls) for layer, calls in self.calls.items()}
-            return kept, {layer: total.with_calls(()) for layer, total in self._dropped.items()}
+            calls_by_layer = {layer: list(calls) for layer, calls in self.calls.items()}
+            return calls_by_layer, {layer: total.with_calls(()) for layer, total in self._dropped_totals.items()}

@@ -25,10 +25,10 @@ class HeadSums(NamedTuple):
     pairs: Any  # causal query-key pairs that are kept
     coverage: Any
     row_coverage: Any
-    query_aware: Any  # heads; those without a pattern are neither
+    query_aware: Any  # heads by pattern; a head without a pattern counts in neither sum
     vertical_slash: Any
     dense_heads: Any
-    with_tokens: Any  # heads of batch rows that are not padding alone
+    heads_with_tokens: Any  # heads of batch rows that are not padding alone
 
 
 class CallSize(NamedTuple):
@@ -37,7 +37,7 @@ class CallSize(NamedTuple):
     batch: int = 0
     q_len: int = 0
     seq_len: int = 0  # tokens so far, `GeometryMask.seq_len`
-    sequence: int = 0  # in a pack
+    sequence: int = 0  # index in a pack
 
     @property
     def pairs(self) -> int:
@@ -49,8 +49,8 @@ class RecordedCall(NamedTuple):
     """One prefill call of one layer."""
 
     stats: SelectionStats
-    reason: str | None  # why it ran dense; None: it did not
-    prefill: int  # index of its prefill
+    reason: str | None  # why the call ran dense; None if it ran sparse
+    prefill: int  # index of the prefill that it belongs to
     size: CallSize
 
 
@@ -61,21 +61,21 @@ def on_host(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         by_device.setdefault(tensor.device, []).append(tensor)
     copies: dict[int, Tensor] = {}
     for device, group in by_device.items():
-        together = torch.cat([tensor.detach().flatten().to(widest_float(device)) for tensor in group]).cpu()
-        for tensor, copy in zip(group, together.split([tensor.numel() for tensor in group]), strict=True):
+        values = torch.cat([tensor.detach().flatten().to(widest_float(device)) for tensor in group]).cpu()
+        for tensor, copy in zip(group, values.split([tensor.numel() for tensor in group]), strict=True):
             copies[id(tensor)] = copy.view(tensor.shape).to(tensor.dtype)
     return copies
 
 
 def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> list[dict[str, Any]]:
-    """`PrefillRun.rows`; heads without a pattern have the method's name instead."""
+    """The rows of `PrefillRun.rows`. The pattern of a head without one is the method's name."""
     copies = on_host(getattr(call.stats, name) for recorded in calls.values() for call in recorded for name in TENSORS)
     rows = []
     for layer, recorded in sorted(calls.items()):
         for stats, reason, prefill, size in recorded:
             numbers = {name: copies[id(getattr(stats, name))].tolist() for name in TENSORS}
             for batch, head in itertools.product(*map(range, stats.density.shape)):
-                statistics = {name: values[batch][head] for name, values in numbers.items()}
+                statistics = {name: by_head[batch][head] for name, by_head in numbers.items()}
                 is_dense, is_query_aware = statistics.pop("dense_heads"), statistics.pop("is_query_aware")
                 if stats.dense:
                     pattern = "dense"
@@ -85,8 +85,8 @@ def rows_by_head(calls: Mapping[int, Sequence[RecordedCall]], method: str) -> li
                     pattern = "query-aware" if is_query_aware else "vertical-slash"
                 place = {"layer": layer, "call": prefill, "sequence": size.sequence, "batch": batch, "head": head}
                 lengths = {"q_len": size.q_len, "seq_len": size.seq_len}
-                why = DENSE_HEAD if reason is None and is_dense else reason
-                rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": why})
+                row_reason = DENSE_HEAD if reason is None and is_dense else reason
+                rows.append({**place, "pattern": pattern, **statistics, **lengths, "reason": row_reason})
     return rows
 
 
@@ -101,7 +101,7 @@ def finite(value: Any) -> Any:
 
 @dataclass
 class LayerTotals:
-    """Sums over calls of one layer; those of sparse calls stay on their device until read."""
+    """Sums over calls of one layer; sums over sparse calls stay on their device until they are read."""
 
     calls: int = 0
     dense_calls: int = 0
@@ -115,7 +115,7 @@ class LayerTotals:
 
     def add(self, calls: Sequence[RecordedCall]) -> None:
         """Count `calls` of one layer without reading a tensor."""
-        sparse, coverage = [], [] if self.lowest_coverage is None else [self.lowest_coverage]
+        sparse_sums, coverage = [], [] if self.lowest_coverage is None else [self.lowest_coverage]
         for call in calls:
             pairs = float(call.stats.density.shape[0] * call.size.pairs)
             self.calls += 1
@@ -128,26 +128,26 @@ class LayerTotals:
                 self.dense_pairs += pairs
             else:
                 self.heads += call.stats.density.numel()
-                sparse.append(_sums(call.stats, pairs))
+                sparse_sums.append(_sums(call.stats, pairs))
                 coverage.append(_lowest_coverage(call.stats))
-        if sparse:
-            sums = torch.stack(sparse).sum(0)
+        if sparse_sums:
+            sums = torch.stack(sparse_sums).sum(0)
             self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
             self.lowest_coverage = torch.stack([call_coverage.to(sums.device) for call_coverage in coverage]).amin(0)
 
     def with_calls(self, calls: Sequence[RecordedCall]) -> LayerTotals:
         """A copy that also counts `calls`."""
-        both = replace(self, reasons=dict(self.reasons))
-        both.add(calls)
-        return both
+        totals = replace(self, reasons=dict(self.reasons))
+        totals.add(calls)
+        return totals
 
 
 def _sums(stats: SelectionStats, pairs: float) -> Tensor:
     has_pattern = ~stats.js_distance.isnan()
     query_aware, vertical_slash = stats.is_query_aware & has_pattern, ~stats.is_query_aware & has_pattern
-    kept = stats.density * (pairs / stats.density.numel())
+    kept_pairs = stats.density * (pairs / stats.density.numel())
     # heads of batch rows that are padding alone have density 0
-    shares = (kept, stats.coverage, stats.row_coverage)
+    shares = (kept_pairs, stats.coverage, stats.row_coverage)
     sums = HeadSums(*shares, query_aware, vertical_slash, stats.dense_heads, stats.density > 0)
     return torch.stack([numbers.to(widest_float(numbers.device)) for numbers in sums]).sum((1, 2))
 

@@ -18,7 +18,7 @@ class LowHead(NamedTuple):
 
     layer: int
     head: int
-    coverage: float  # its lowest
+    coverage: float  # the lowest of its rows
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class RunSummary:
         """One line that names the heads that keep least of some rows' attention, None without any below `LOW_COVERAGE`."""
         if not self.low_heads:
             return None
-        named = ", ".join(f"layer {layer} head {head} {share:.0%}" for layer, head, share in self.low_heads[:MAX_LOW_HEADS])
-        more = f" and {len(self.low_heads) - MAX_LOW_HEADS} more" if len(self.low_heads) > MAX_LOW_HEADS else ""
-        return f"heads that keep less than {LOW_COVERAGE:.0%} of some rows' attention: {named}{more}"
+        heads = ", ".join(f"layer {layer} head {head} {share:.0%}" for layer, head, share in self.low_heads[:MAX_LOW_HEADS])
+        ending = f" and {len(self.low_heads) - MAX_LOW_HEADS} more" if len(self.low_heads) > MAX_LOW_HEADS else ""
+        return f"heads that keep less than {LOW_COVERAGE:.0%} of some rows' attention: {heads}{ending}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same in JSON types."""
@@ -111,7 +111,7 @@ class RunSummary:
     def __str__(self) -> str:
         if not self.layers:
             return repr(self)
-        # coverage, which is that of the last rows, is 100% where these are dense
+        # `coverage` is of the last rows, and 100% where these are dense
         name = "coverage" if all(layer.row_coverage is None for layer in self.layers) else "row_coverage"
         rows: list[tuple[str, ...]] = [("layer", "ran", "density", name, "lowest", "heads", "dense because")]
         for layer in self.layers:
@@ -119,9 +119,11 @@ class RunSummary:
             heads = ", ".join(f"{share:.0%} {pattern}" for pattern, share in layer.patterns.items())
             if layer.dense_heads:
                 heads += f" ({layer.dense_heads:.0%} ran dense, which is faster there)"
-            often = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
+            dense_calls = f" ({layer.dense_calls:,} of {layer.calls:,} calls dense)" if layer.ran == "both" else ""
             reasons = "; ".join(sorted(layer.reasons, key=lambda reason: -layer.reasons[reason])[:2])
-            rows.append((str(layer.layer), layer.ran + often, f"{layer.density:.1%}", coverage, lowest, heads or "-", reasons))
+            rows.append(
+                (str(layer.layer), layer.ran + dense_calls, f"{layer.density:.1%}", coverage, lowest, heads or "-", reasons)
+            )
         if not any(layer.reasons for layer in self.layers):
             rows = [row[:-1] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -135,25 +137,26 @@ def summary_of(
 ) -> RunSummary:
     """The summary of some layers; waits once per device."""
     copies = on_host(tensor for total in totals.values() for tensor in (total.sums, total.lowest_coverage) if tensor is not None)
-    layers, low = [], []
+    layers, low_heads = [], []
     for layer, total in sorted(totals.items()):
         sums = HeadSums(*([0.0] * len(HeadSums._fields) if total.sums is None else copies[id(total.sums)].tolist()))
         by_head: list[float] = [] if total.lowest_coverage is None else copies[id(total.lowest_coverage)].tolist()
-        low += [LowHead(layer, head, share) for head, share in enumerate(by_head) if share < LOW_COVERAGE]
-        heads, least = max(total.heads, 1), min(by_head, default=math.inf)
+        low_heads += [LowHead(layer, head, share) for head, share in enumerate(by_head) if share < LOW_COVERAGE]
+        heads, lowest = max(total.heads, 1), min(by_head, default=math.inf)
         shares = {"query-aware": sums.query_aware / heads, "vertical-slash": sums.vertical_slash / heads}
         shares[method] = 1 - sum(shares.values())
         density = (sums.pairs + total.dense_pairs) / total.pairs
         coverage, row_coverage = (
-            None if sums.with_tokens == 0 or math.isnan(share) else share / sums.with_tokens
+            None if sums.heads_with_tokens == 0 or math.isnan(share) else share / sums.heads_with_tokens
             for share in (sums.coverage, sums.row_coverage)
         )
         patterns = {name: share for name, share in shares.items() if share > 0 and total.heads}
         calls = (total.calls, total.dense_calls, dict(total.reasons))
-        lowest = None if least == math.inf else least
-        share = sums.dense_heads / heads
-        layers.append(LayerSummary(layer, *calls, density, coverage, patterns, share, lowest, row_coverage))
+        known_lowest = None if lowest == math.inf else lowest
+        dense_heads = sums.dense_heads / heads
+        layers.append(LayerSummary(layer, *calls, density, coverage, patterns, dense_heads, known_lowest, row_coverage))
     pairs = sum(total.pairs for total in totals.values())
-    kept = sum(summary.density * totals[summary.layer].pairs for summary in layers)
-    low.sort(key=lambda head: head.coverage)
-    return RunSummary(prefills, tokens, kept / pairs if pairs else None, tuple(layers), dropped_calls, tuple(low), sequences)
+    kept_pairs = sum(summary.density * totals[summary.layer].pairs for summary in layers)
+    low_heads.sort(key=lambda head: head.coverage)
+    density_of_all = kept_pairs / pairs if pairs else None
+    return RunSummary(prefills, tokens, density_of_all, tuple(layers), dropped_calls, tuple(low_heads), sequences)

@@ -208,7 +208,7 @@ def test_calls_of_other_threads_wait_while_the_record_is_read(monkeypatch):
     read, threads = [], []
 
     def watched(totals, calls):
-        if calls == () and totals is run._dropped[0]:  # the record is read
+        if calls == () and totals is run._dropped_totals[0]:  # the record is read
             thread = threading.Thread(target=run.record, args=(0, stats_of(7), None, None, 99, CallSize(1, 50, 50)))
             thread.start()
             thread.join(0.05)
