@@ -58,7 +58,7 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; None for numbers that are not finite."""
-        shown = [
+        shown_rows = [
             {"layer": head.layer, "head": head.head, "why": head.why, "attention_kept": head.attention_kept}
             for head in self.heads
         ]
@@ -66,7 +66,7 @@ class Inspection:
             "about": self.about,
             "settings": self.run.settings.to_dict(),
             "summary": self.run.summary().to_dict(),
-            "shown": shown,
+            "shown": shown_rows,
             "coverage_by_quarter": {str(layer): shares for layer, shares in self.coverage_by_quarter.items()},
             "rows": self.run.rows(),
         }
@@ -122,33 +122,37 @@ def inspect_prefill(
     >>> inspection.run.summary().layers[1].ran
     'dense'
     """
-    inner = unwrapped(model)
-    used = model_settings(inner, method=method, settings=settings, **options)
-    if callable(used.method):
+    inner_model = unwrapped(model)
+    run_settings = model_settings(inner_model, method=method, settings=settings, **options)
+    if callable(run_settings.method):
         raise ValueError("method must be a name to be inspected, one of flexmask.METHODS; got a function")
     ids = _one_prompt(input_ids)
-    _check_in_one_process(inner)
-    device = input_device(inner)
+    _check_in_one_process(inner_model)
+    device = input_device(inner_model)
 
     def prefill(run: PrefillRun, run_call: Callable[[LayerCall], Tensor]) -> None:
-        with opened_scope(inner, run, run_call), torch.no_grad():
-            inner.base_model(input_ids=ids.to(device), use_cache=False)
+        with opened_scope(inner_model, run, run_call), torch.no_grad():
+            inner_model.base_model(input_ids=ids.to(device), use_cache=False)
 
-    run = PrefillRun(used, max_calls=None)
+    run = PrefillRun(run_settings, max_calls=None)
     prefill(run, LayerCall.output)
     rows = {(row["layer"], row["head"]): row for row in run.rows()}
     if not rows:
-        raise ValueError(f"model must have a layer that calls flexmask's attention; got {type(inner).__name__}, which has none")
-    chosen = shown_heads(rows, heads)
-    probe = CoverageProbe(chosen)
-    prefill(PrefillRun(used, collect_stats=False), probe)
-    shown = tuple(ShownHead(*head, why, *probe.maps[head], rows[head], used.block_size) for head, why in chosen.items())
+        raise ValueError(
+            f"model must have a layer that calls flexmask's attention; got {type(inner_model).__name__}, which has none"
+        )
+    why_shown = shown_heads(rows, heads)
+    probe = CoverageProbe(why_shown)
+    prefill(PrefillRun(run_settings, collect_stats=False), probe)
+    shown = tuple(
+        ShownHead(*head, why, *probe.maps[head], rows[head], run_settings.block_size) for head, why in why_shown.items()
+    )
     coverage = {layer: tuple(by_head.mean(0).tolist()) for layer, by_head in sorted(probe.coverage.items())}
     about = {
-        "model": type(inner).__name__,
+        "model": type(inner_model).__name__,
         "tokens": int(ids.shape[1]),
         "device": device_name(device),
-        "dtype": str(inner.dtype).removeprefix("torch."),
+        "dtype": str(inner_model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -156,30 +160,32 @@ def inspect_prefill(
 
 
 def shown_heads(
-    rows: Mapping[tuple[int, int], Mapping[str, Any]], named: Sequence[tuple[int, int]] | None = None
+    rows: Mapping[tuple[int, int], Mapping[str, Any]], named_heads: Sequence[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], str]:
-    """The heads to show, (layer, head), and why: those `named`, else some by density and coverage; none if all ran dense."""
-    sparse = [head for head, row in rows.items() if row["pattern"] != "dense"]
-    if named is not None:
-        for pair in named:
-            if pair not in sparse:
+    """The heads to show, (layer, head), and why: `named_heads`, else some by density and coverage; none if all ran dense."""
+    sparse_heads = [head for head, row in rows.items() if row["pattern"] != "dense"]
+    if named_heads is not None:
+        for pair in named_heads:
+            if pair not in sparse_heads:
                 raise ValueError(f"heads must be pairs of a layer and a head that ran sparse; got {pair}")
-        return {(int(layer), int(head)): "named" for layer, head in named}
-    by_density = sorted(sparse, key=lambda head: (rows[head]["density"], head))
-    # of all rows by hybrid's estimate, else of the last rows; NaN if unknown
-    coverage = {head: [share for share in map(rows[head].get, ("row_coverage", "coverage")) if share == share] for head in sparse}
-    by_coverage = sorted(filter(coverage.get, sparse), key=lambda head: (coverage[head][0], head))
-    picks = [("lowest density", by_density[:1]), ("median density", by_density[len(sparse) // 2 :][:1])]
+        return {(int(layer), int(head)): "named" for layer, head in named_heads}
+    by_density = sorted(sparse_heads, key=lambda head: (rows[head]["density"], head))
+    # coverage of all rows by hybrid's estimate, else of the last rows; an empty list if neither is known
+    coverage = {
+        head: [share for share in map(rows[head].get, ("row_coverage", "coverage")) if share == share] for head in sparse_heads
+    }
+    by_coverage = sorted(filter(coverage.get, sparse_heads), key=lambda head: (coverage[head][0], head))
+    picks = [("lowest density", by_density[:1]), ("median density", by_density[len(sparse_heads) // 2 :][:1])]
     picks += [("highest density", by_density[-1:]), ("lowest coverage", by_coverage[:1])]
-    shown: dict[tuple[int, int], str] = {}
+    why_shown: dict[tuple[int, int], str] = {}
     for why, heads in picks:
         for head in heads:
-            shown.setdefault(head, why)
-    return shown
+            why_shown.setdefault(head, why)
+    return why_shown
 
 
 def _check_in_one_process(model: PreTrainedModel) -> None:
-    """Raise NotImplementedError for a model under tensor parallelism, ValueError for one of fake tensors."""
+    """Raise NotImplementedError for a model under tensor parallelism, ValueError for a model of fake tensors."""
     if any(is_fake(parameter) for parameter in model.parameters()):
         raise ValueError("inspect_prefill needs a model with values; got one of fake tensors (FakeTensorMode)")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
@@ -192,8 +198,9 @@ def _one_prompt(input_ids: Any) -> Tensor:
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"input_ids must be a tensor; got {type(input_ids).__name__}")
     ids = input_ids[None] if input_ids.dim() == 1 else input_ids
-    kind = ids.dtype
-    if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2 or kind.is_floating_point or kind.is_complex or kind == torch.bool:
+    dtype = ids.dtype
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2 or not is_integer:
         expected = "input_ids must be (length,) or (1, length) integer, one prompt of at least two tokens"
-        raise ValueError(f"{expected}; got {tuple(input_ids.shape)} {kind}")
+        raise ValueError(f"{expected}; got {tuple(input_ids.shape)} {dtype}")
     return ids

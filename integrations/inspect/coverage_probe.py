@@ -27,13 +27,13 @@ class CoverageProbe:
 
     def __call__(self, call: LayerCall) -> Tensor:
         plan = call.plan()
-        attended, reason = plan.attend(call.inputs, with_maps=True), plan.reason
+        result, reason = plan.attend(call.inputs, with_maps=True), plan.reason
         if reason is None:
             inputs, block_size, coverage = call.inputs.for_attention(), call.settings.block_size, []
             heads = head_groups(inputs.query, inputs.key, 1)
-            for group, selected in attended.selections:
-                keep = selected.keep
-                if keep is None:  # every visible block
+            for group, selection in result.selections:
+                keep = selection.keep
+                if keep is None:  # the selection keeps every visible block
                     keep = block_problem(inputs.slice_heads(group), block_size, plain).visible
                 keep = keep[0].expand(group.query_heads.stop - group.query_heads.start, -1, -1)
                 for head, kept in zip(range(group.query_heads.start, group.query_heads.stop), keep, strict=True):
@@ -41,9 +41,9 @@ class CoverageProbe:
                     coverage.append(coverage_by_quarter(head_inputs, kept, block_size))
                     if (call.layer, head) in self._heads:
                         self.maps[call.layer, head] = block_attention(head_inputs, block_size), kept.cpu()
-            # the last call counts if a model calls the layer repeatedly (DiffLlama, HRM), as in `inspect_prefill`'s rows
+            # if a model calls the layer repeatedly (DiffLlama, HRM), its last call counts, as in the rows of `inspect_prefill`
             self.coverage[call.layer] = torch.stack(coverage)
-        return attended.out
+        return result.out
 
 
 def block_attention(inputs: AttentionInputs, block_size: int) -> Tensor:
@@ -52,7 +52,7 @@ def block_attention(inputs: AttentionInputs, block_size: int) -> Tensor:
     `inputs` have one head of one batch row. NaN in query blocks without a valid row; with sinks rows sum to less than 1.
     """
     rows = torch.arange(inputs.query.shape[2], device=inputs.query.device)
-    return torch.stack([_by_block(inputs, part, block_size).nanmean(0).cpu() for part in rows.split(block_size)])
+    return torch.stack([_attention_by_block(inputs, part, block_size).nanmean(0).cpu() for part in rows.split(block_size)])
 
 
 def coverage_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, rows: int = 8) -> Tensor:
@@ -62,22 +62,22 @@ def coverage_by_quarter(inputs: AttentionInputs, keep: Tensor, block_size: int, 
     a quarter without a valid row. Sinks do not count.
     """
     middles = torch.arange(4 * rows, device=inputs.query.device) + 0.5
-    sampled = (middles * inputs.query.shape[2] / (4 * rows)).long()
-    attention = _by_block(inputs, sampled, block_size)
-    share = (attention * keep[sampled // block_size]).sum(-1) / attention.sum(-1)
+    sampled_rows = (middles * inputs.query.shape[2] / (4 * rows)).long()
+    attention = _attention_by_block(inputs, sampled_rows, block_size)
+    share = (attention * keep[sampled_rows // block_size]).sum(-1) / attention.sum(-1)
     return share.view(4, rows).nanmean(1).cpu()
 
 
 @torch.no_grad()
-def _by_block(inputs: AttentionInputs, rows: Tensor, block_size: int) -> Tensor:
+def _attention_by_block(inputs: AttentionInputs, rows: Tensor, block_size: int) -> Tensor:
     """Attention of some rows of one head to each key block, (rows, num_kv_blocks) float32; NaN in rows that are not valid."""
     with without_autocast(inputs.query.device):
         tokens = inputs.tokens()
-        valid = tokens.row_valid[0, rows]
-        visible = visible_keys(tokens.offset[0] + rows, valid, tokens, inputs.window)[0]
+        is_valid = tokens.row_valid[0, rows]
+        is_visible = visible_keys(tokens.offset[0] + rows, is_valid, tokens, inputs.window)[0]
         scores = capped(grouped_scores(inputs.query[:, :, rows], inputs.key)[0, 0] * inputs.scale, inputs.softcap)
-        scores = scores.masked_fill_(~visible, -torch.inf)
+        scores = scores.masked_fill_(~is_visible, -torch.inf)
         if inputs.sinks is not None:
             scores = torch.cat([scores, inputs.sinks.float().expand(len(rows), 1)], 1)
-        attention = split_into_blocks(scores.softmax(-1)[:, : visible.shape[1]], block_size).sum(-1)
-        return torch.where(valid[:, None], attention, torch.nan)
+        attention = split_into_blocks(scores.softmax(-1)[:, : is_visible.shape[1]], block_size).sum(-1)
+        return torch.where(is_valid[:, None], attention, torch.nan)

@@ -21,10 +21,10 @@ _MAX_CHARACTERS = 400  # of the prompt, at its beginning and at its end
 
 
 def write_report(inspection: Inspection, path: str | Path, *, model: str | None = None, prompt: str = "") -> Path:
-    """Draw all, then write one HTML page, which loads nothing; its folder is created if need be.
+    """Draw the pictures and write them into one HTML page, which loads nothing. Creates the page's folder if needed.
 
-    `inspection` is from `inspect_prefill`; `model` is the model's name, by default its class's; the page shows the beginning and
-    the end of the text `prompt`. Needs matplotlib. Returns the page's path.
+    `inspection` is from `inspect_prefill`; `model` is the model's name, by default that of its class. The page shows the
+    beginning and the end of the text `prompt`. Needs matplotlib. Returns the page's path.
     """
     path, text = Path(path), page(inspection, model or str(inspection.about["model"]), prompt)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,11 +35,11 @@ def write_report(inspection: Inspection, path: str | Path, *, model: str | None 
 
 def page(inspection: Inspection, model: str, prompt: str) -> str:
     title, about, run = escape(f"Sparse prefill in {model}"), inspection.about, inspection.run
-    where = f"{about['model']}, {about['tokens']:,} tokens, {about['dtype']}, on {about['device']}, torch {about['torch']}"
-    short = prompt if len(prompt) <= 2 * _MAX_CHARACTERS else f"{prompt[:_MAX_CHARACTERS]} ... {prompt[-_MAX_CHARACTERS:]}"
+    conditions = f"{about['model']}, {about['tokens']:,} tokens, {about['dtype']}, on {about['device']}, torch {about['torch']}"
+    excerpt = prompt if len(prompt) <= 2 * _MAX_CHARACTERS else f"{prompt[:_MAX_CHARACTERS]} ... {prompt[-_MAX_CHARACTERS:]}"
     method = run.settings.layer_method()
     options = {"method": run.method, **method.options, "block_size": method.block_size, **run.settings.to_dict()}
-    heads = "".join(map(_shown, inspection.heads)) or "<p>Every layer ran dense: there is no mask.</p>"
+    heads = "".join(map(_head_section, inspection.heads)) or "<p>Every layer ran dense: there is no mask.</p>"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -51,7 +51,7 @@ def page(inspection: Inspection, model: str, prompt: str) -> str:
 </head>
 <body>
 <h1>{title}</h1>
-<p>{escape(f"{where}, transformers {about['transformers']}")}</p>
+<p>{escape(f"{conditions}, transformers {about['transformers']}")}</p>
 <pre class="scroll">{escape(str(run.summary()))}</pre>
 {_figure(plot_density(run), "Share of its visible blocks that each head keeps.")}
 {_coverage_table(inspection)}
@@ -61,7 +61,7 @@ leaves it out.</p>
 {heads}
 <h2>Settings and prompt</h2>
 <pre>{escape(json.dumps(options))}</pre>
-<pre>{escape(short)}</pre>
+<pre>{escape(excerpt)}</pre>
 </body>
 </html>
 """
@@ -71,10 +71,10 @@ def _figure(axes: Axes, caption: str) -> str:
     import matplotlib.pyplot as plt
 
     figure: Any = axes.figure
-    written = io.BytesIO()
-    figure.savefig(written, format="png")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
     plt.close(figure)
-    data, width = base64.b64encode(written.getvalue()).decode(), round(figure.get_dpi() * figure.get_figwidth())
+    data, width = base64.b64encode(picture.getvalue()).decode(), round(figure.get_dpi() * figure.get_figwidth())
     return f'<img alt="{escape(caption)}" style="max-width: {width}px" src="data:image/png;base64,{data}">'
 
 
@@ -92,16 +92,16 @@ mean over rows and heads.</p>
 <div class="scroll"><table><tr>{names}</tr>{lines}</table></div>"""
 
 
-def _shown(head: ShownHead) -> str:
+def _head_section(head: ShownHead) -> str:
     """One head's section: its true attention under its mask."""
-    row, where = head.row, f"Layer {head.layer}, head {head.head}"
-    about = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.1%}."
+    row, title = head.row, f"Layer {head.layer}, head {head.head}"
+    caption = f"Shown for: {head.why}. {row['pattern'].capitalize()}, density {row['density']:.1%}."
     if not math.isnan(row["row_coverage"]):
-        about += f" By hybrid's estimate its query blocks keep {row['row_coverage']:.1%} of their attention."
+        caption += f" By hybrid's estimate its query blocks keep {row['row_coverage']:.1%} of their attention."
     if row["reason"]:
-        about += f" This head's mask was not used: {row['reason']}."
+        caption += f" This head's mask was not used: {row['reason']}."
     axes = plot_attention(head.mass, head.block_size, head.kept, lengths=(row["q_len"], row["seq_len"]))
-    return f"<h3>{where}</h3>\n<p>{escape(about)}</p>\n{_figure(axes, f'Attention of {where}.')}\n"
+    return f"<h3>{title}</h3>\n<p>{escape(caption)}</p>\n{_figure(axes, f'Attention of {title}.')}\n"
 
 
 STYLE = """
