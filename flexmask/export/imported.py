@@ -1,4 +1,4 @@
-"""BlockMasks of blocks that somebody else selected, checked."""
+"""BlockMasks of blocks that other code selected, after checks of these blocks."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def from_block_map(
     >>> from_block_map(kept, 96, 96, block_size=32).sparsity()
     44.44444444444444
     """
-    # a BlockMask takes only ints, not NumPy's integers
+    # a BlockMask takes Python's ints only, not NumPy's
     q_len, kv_len, block_size, window, q_offset = map(plain_number, (q_len, kv_len, block_size, window, q_offset))
     _check_lengths(q_len, kv_len, block_size, window, q_offset)
     _check_values("block_map", block_map, "bool or integers")
-    blocks = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
-    if block_map.dim() != 4 or tuple(block_map.shape[2:]) != blocks or 0 in block_map.shape:
+    map_shape = (num_blocks(q_len, block_size), num_blocks(kv_len, block_size))
+    if block_map.dim() != 4 or tuple(block_map.shape[2:]) != map_shape or 0 in block_map.shape:
         raise ValueError(
-            f"block_map must be (batch, num_heads, {blocks[0]}, {blocks[1]}) for ({q_len}, {kv_len}) tokens in blocks of "
+            f"block_map must be (batch, num_heads, {map_shape[0]}, {map_shape[1]}) for ({q_len}, {kv_len}) tokens in blocks of "
             f"{block_size}; got {tuple(block_map.shape)}"
         )
     batch = block_map.shape[0]
@@ -78,10 +78,10 @@ def from_block_map(
     offset = None if q_offset is None else torch.full((batch,), q_offset, dtype=torch.int32, device=block_map.device)
     inputs = inputs_of_mask(block_map, (q_len, kv_len), window, attention_mask, offset)
     problem, keep = block_problem(inputs, block_size, plain), block_map != 0
-    unseen = keep & ~problem.visible
-    _refuse_first(unseen, "keeps key block {3}, which no row of query block {2} sees (head {1}, prompt {0})")
-    lost = problem.diagonal_blocks & problem.visible & ~keep & keep.any(-1, keepdim=True)
-    _refuse_first(lost, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
+    is_unseen = keep & ~problem.visible
+    _refuse_first(is_unseen, "keeps key block {3}, which no row of query block {2} sees (head {1}, prompt {0})")
+    lacks_diagonal = problem.diagonal_blocks & problem.visible & ~keep & keep.any(-1, keepdim=True)
+    _refuse_first(lacks_diagonal, "lacks the diagonal, key block {3}, for query block {2} of head {1}, prompt {0}")
     lists = block_lists(keep, problem.visibility.full.expand(batch, -1, -1))
     return block_mask(inputs, Selection(lists, keep, {}, block_size, title="imported"))
 
@@ -135,21 +135,21 @@ def from_index_list(
             "indices must be (batch, num_heads, num_q_blocks, entries) and counts their first three sizes; got "
             f"{tuple(indices.shape)} and {tuple(counts.shape)}"
         )
-    # a narrow dtype may not hold the numbers that these are compared with
+    # a narrow dtype may not hold the numbers that counts and indices are compared with
     indices, counts = indices.long(), counts.long()
     num_kv_blocks, entries = num_blocks(kv_len, block_size), indices.shape[-1]
-    wrong = (counts < 0) | (counts > entries)
-    _refuse_first(wrong, f"has a count outside 0 to {entries} for query block {{2}} of head {{1}}, prompt {{0}}")
-    counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
-    outside = counted & ((indices < 0) | (indices >= num_kv_blocks))
-    where = "as entry {3} for query block {2} of head {1}, prompt {0}"
-    _refuse_first(outside, f"lists a key block outside 0 to {num_kv_blocks - 1} {where}")
-    column = torch.where(counted, indices, num_kv_blocks)
-    times = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.int32, device=indices.device)
-    times = times.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :num_kv_blocks]
-    _refuse_first(times > 1, "lists key block {3} twice for query block {2} of head {1}, prompt {0}")
+    is_wrong_count = (counts < 0) | (counts > entries)
+    _refuse_first(is_wrong_count, f"has a count outside 0 to {entries} for query block {{2}} of head {{1}}, prompt {{0}}")
+    is_counted = torch.arange(entries, device=indices.device) < counts.unsqueeze(-1)
+    is_outside = is_counted & ((indices < 0) | (indices >= num_kv_blocks))
+    place = "as entry {3} for query block {2} of head {1}, prompt {0}"
+    _refuse_first(is_outside, f"lists a key block outside 0 to {num_kv_blocks - 1} {place}")
+    column = torch.where(is_counted, indices, num_kv_blocks)
+    occurrences = torch.zeros((*counts.shape, num_kv_blocks + 1), dtype=torch.int32, device=indices.device)
+    occurrences = occurrences.scatter_add(-1, column, torch.ones_like(column, dtype=torch.int32))[..., :num_kv_blocks]
+    _refuse_first(occurrences > 1, "lists key block {3} twice for query block {2} of head {1}, prompt {0}")
     return from_block_map(
-        times > 0, q_len, kv_len, block_size=block_size, window=window, attention_mask=attention_mask, q_offset=q_offset
+        occurrences > 0, q_len, kv_len, block_size=block_size, window=window, attention_mask=attention_mask, q_offset=q_offset
     )
 
 
@@ -163,19 +163,19 @@ def _check_lengths(q_len: int, kv_len: int, block_size: int, window: int | None,
         check_offset(q_offset, q_len, kv_len)
 
 
-def _check_values(name: str, tensor: object, kind: str) -> None:
-    """Raise unless `tensor` is a plain one of this kind, "integers" or "bool or integers", whose values can be read."""
+def _check_values(name: str, tensor: object, elements: str) -> None:
+    """Raise unless `tensor` is a plain tensor of `elements` ("integers" or "bool or integers") whose values can be read."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor of {kind}; got {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a tensor of {elements}; got {type(tensor).__name__}")
     check_plain(name, tensor)
-    if not is_integer(tensor) and (tensor.dtype != torch.bool or "bool" not in kind):
-        raise TypeError(f"{name} must be a tensor of {kind}; got {tensor.dtype}")
+    if not is_integer(tensor) and (tensor.dtype != torch.bool or "bool" not in elements):
+        raise TypeError(f"{name} must be a tensor of {elements}; got {tensor.dtype}")
     if is_fake(tensor):
         raise ValueError(f"{name} must hold values; got a fake tensor")
 
 
-def _refuse_first(wrong: Tensor, what: str) -> None:
-    """Raise ValueError for the first True entry, whose indices `what` names by number."""
-    if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
-        raise ValueError(f"the selection {what.format(*place)}")
+def _refuse_first(is_wrong: Tensor, message: str) -> None:
+    """Raise ValueError for the first True entry; `message` has fields for its indices, by number."""
+    if bool(is_wrong.any()):
+        place = is_wrong.nonzero()[0].tolist()
+        raise ValueError(f"the selection {message.format(*place)}")

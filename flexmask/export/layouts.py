@@ -71,14 +71,14 @@ def to_bsr(mask: BlockMask, *, head: int = 0, batch_index: int = 0, with_pairs: 
     q_block, kv_block = kept.nonzero(as_tuple=True)
     pairs = None
     if with_pairs:
-        within = torch.arange(size, device=kept.device)
-        q_idx = (q_block[:, None] * size + within)[:, :, None].expand(-1, -1, size)
-        kv_idx = (kv_block[:, None] * size + within)[:, None, :].expand(-1, size, -1)
+        position = torch.arange(size, device=kept.device)  # inside a block
+        q_idx = (q_block[:, None] * size + position)[:, :, None].expand(-1, -1, size)
+        kv_idx = (kv_block[:, None] * size + position)[:, None, :].expand(-1, size, -1)
         exists = (q_idx < q_len) & (kv_idx < kv_len)
         # a mask_mod cannot be called for rows and keys past the end
-        inside = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
+        indices = (torch.where(exists, q_idx, 0), torch.where(exists, kv_idx, 0))
         prompt, head_index = (torch.full_like(q_idx, number) for number in (batch_index, head))
-        pairs = mask.mask_mod(prompt, head_index, *inside) & exists
+        pairs = mask.mask_mod(prompt, head_index, *indices) & exists
     return BsrBlocks(indptr, kv_block.to(torch.int32), pairs, (kept.shape[0] * size, kept.shape[1] * size), size)
 
 
@@ -138,8 +138,8 @@ def to_flash_attn(mask: BlockMask, *, kv_tile: int | None = None) -> FlashBlocks
         raise ValueError(f"kv_tile must divide the mask's block size {columns}; got {kv_tile!r}")
     if tile != columns:
         # the last block may hold fewer tiles
-        existing = num_kv_blocks(mask, tile)
-        kept, full = (x.repeat_interleave(columns // tile, -1)[..., :existing] for x in (kept, full))
+        num_tiles = num_kv_blocks(mask, tile)
+        kept, full = (x.repeat_interleave(columns // tile, -1)[..., :num_tiles] for x in (kept, full))
     return FlashBlocks(*ascending_indices(kept & ~full), *ascending_indices(full), (rows, tile))
 
 
@@ -170,9 +170,9 @@ def to_flashinfer(
     num_kv_heads
         Heads of key and value. A mask of one head holds for all.
     batch_index
-        Which prompt of the batch; may be left out if the mask has one.
+        Which prompt of the batch; may be left out if the mask has only one.
     merge_heads
-        Keep, for all query heads of a KV head, the blocks that one of them keeps: more is computed, nothing is lost. Without,
+        Keep, for all query heads of a KV head, the blocks that one of them keeps: more is computed, nothing is lost. Otherwise
         repeat key and value for every query head and pass their number as `num_kv_heads`.
 
     Returns
@@ -197,31 +197,31 @@ def to_flashinfer(
     """
     kept, target = blocks_of(mask)[0], "FlashInfer's variable block-sparse attention"
     selection, (q_len, kv_len), window, attention_mask, offsets = require_parts(mask, target)
-    for name, hides in (("window", window), ("padding", attention_mask), ("mask_mod", selection.mask_mod)):
-        if hides is not None:
+    for name, restriction in (("window", window), ("padding", attention_mask), ("mask_mod", selection.mask_mod)):
+        if restriction is not None:
             raise NotImplementedError(f"{target} knows causality only inside a block; the mask has {name}")
     if batch_index is None and kept.shape[0] != 1:
-        prompts = f"which of the mask's {kept.shape[0]} prompts to plan"
-        raise ValueError(f"batch_index must say {prompts}: FlashInfer plans one; got None")
+        question = f"which of the mask's {kept.shape[0]} prompts to plan"
+        raise ValueError(f"batch_index must say {question}: FlashInfer plans one; got None")
     batch_index = 0 if batch_index is None else batch_index
     _check_index("batch_index", batch_index, kept.shape[0])
     kept = _by_kv_head(kept[batch_index], num_kv_heads, merge_heads)
     size, device, offset = selection.block_size, kept.device, 0 if offsets is None else int(offsets[batch_index])
 
-    # on the host, whatever the default device is
+    # computed on the host, whatever the default device is
     first_rows = offset + torch.arange(kept.shape[1], device="cpu") * size
     ends = (first_rows + size).clamp(max=offset + q_len)
     starts = torch.cat([torch.arange(0, kv_len, size, device="cpu"), first_rows, ends])
     starts = starts[starts < kv_len].unique()
     sizes = torch.diff(starts, append=torch.tensor([kv_len], device="cpu"))
     by_column = kept[:, :, (starts // size).to(device)]
-    seen = (starts < ends[:, None]).to(device)
-    block_map = by_column & seen
+    is_seen = (starts < ends[:, None]).to(device)
+    block_map = by_column & is_seen
 
-    diagonal = seen & (starts >= first_rows[:, None]).to(device)
-    lost = block_map.any(-1) & (diagonal & ~block_map).any(-1)
-    if bool(lost.any()):
-        head, block = lost.nonzero()[0].tolist()
+    is_diagonal = is_seen & (starts >= first_rows[:, None]).to(device)
+    lacks_diagonal = block_map.any(-1) & (is_diagonal & ~block_map).any(-1)
+    if bool(lacks_diagonal.any()):
+        head, block = lacks_diagonal.nonzero()[0].tolist()
         raise ValueError(
             f"mask must keep the diagonal of every query block that keeps anything; block {block} of head {head} does not"
         )
