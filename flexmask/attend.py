@@ -85,7 +85,7 @@ def attend_heads(
 def _attend_to_blocks(
     inputs: PositionedInputs, selection: Selection, backend: Backend, return_lse: bool, last_rows: LastRows | None
 ) -> _Output:
-    if backend.direct and not is_fake(inputs.query):
+    if backend.is_direct and not is_fake(inputs.query):
         assert selection.mask_mod is None
         return flash_attention(inputs, selection.lists, selection.block_size, return_lse, backend.lse_factor, last_rows)
     if selection.mask_mod is None:

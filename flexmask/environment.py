@@ -26,14 +26,14 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "windows and chunks": {"has_window_or_offset": True},
     "padding": {"has_padding": True},
     "soft caps": {"has_softcap": True},
-    "one mask for all heads": {"shared": True},
+    "one mask for all heads": {"shares_lists": True},
     "float16": {"dtype": torch.float16},
     "head_dim 192, values 128": {"head_dim": 192},
     "head_dim 256": {"head_dim": 256, "v_head_dim": 256},
     "blocks of 64": {"block_size": 64},
     "gradients": {"needs_grad": True},
-    "called directly": {"direct": True},
-    "windows, called directly": {"has_window_or_offset": True, "direct": True},
+    "called directly": {"is_direct": True},
+    "windows, called directly": {"has_window_or_offset": True, "is_direct": True},
 }
 # releases of transformers that the adapter supports
 OLDEST, NEWEST = (4, 54), (5, 24)

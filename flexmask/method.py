@@ -160,7 +160,7 @@ class Method:
             **{name: x[heads] for name, x in per_head.items() if isinstance(x, (tuple, Tensor)) and len(x) > 1}
         )
 
-    def fit_to_heads(self: _Method, query: Tensor) -> _Method:
+    def with_options_by_head(self: _Method, query: Tensor) -> _Method:
         """The method with its options per head checked against the heads of `query`, whose values are not read."""
         num_heads = query.shape[1]
         fitted = {name: shares_by_head(name, getattr(self, name), query) for name in self.per_head_options}
@@ -171,7 +171,7 @@ class Method:
 
     def for_inputs(self, inputs: AttentionInputs) -> FittedMethod:
         """The method for these inputs; raises if its options per head do not fit, or it does not support them."""
-        fitted = self.fit_to_heads(inputs.query)
+        fitted = self.with_options_by_head(inputs.query)
         fitted.check_call(inputs)
         q_len, kv_len = inputs.query.shape[2], inputs.key.shape[2]
         if self.needs_whole_blocks and (q_len != kv_len or q_len % self.block_size != 0):

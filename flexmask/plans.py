@@ -169,13 +169,13 @@ class Plan:
     def _backend_of(self, inputs: AttentionInputs, group: HeadGroup, selection: Selection) -> Backend:
         """The plan's backend, chosen again where heads share a list, a mask_mod hides more, or torch traces the call."""
         # FLASH packs a KV head's query heads into one tile if they share a list
-        shared = selection.lists.kv_num_blocks.shape[1] < group.query_heads.stop - group.query_heads.start
+        shares_lists = selection.lists.kv_num_blocks.shape[1] < group.query_heads.stop - group.query_heads.start
         has_mask_mod = selection.mask_mod is not None
         # torch traces no direct call
-        if not shared and not (self.backend.direct and (has_mask_mod or is_traced())):
+        if not shares_lists and not (self.backend.is_direct and (has_mask_mod or is_traced())):
             return self.backend
         named, size, part = self.call_options.backend, selection.block_size, inputs.slice_heads(group)
-        return chosen_backend(named, part, size, self.return_lse, shared=shared, has_mask_mod=has_mask_mod)
+        return chosen_backend(named, part, size, self.return_lse, shares_lists=shares_lists, has_mask_mod=has_mask_mod)
 
 
 def plan_call(
@@ -251,7 +251,7 @@ def _plan_in_groups(
     backend = chosen_backend(call_options.backend, first_group, method.block_size, return_lse, has_mask_mod=method.is_user_method)
     whole = inputs.with_offset()
     group_plans: list[GroupPlan] = []
-    in_parts = backend.direct and backend.has_lse and method.last_rows_are_dense() and inputs.window is None
+    in_parts = backend.is_direct and backend.has_lse and method.last_rows_are_dense() and inputs.window is None
     last_rows_by_size: dict[tuple[int, ...], LastRows | None] = {}  # by batch and heads of a group
     for group in groups:
         same_rows = next((plan.prepared for plan in group_plans if plan.group.batch_rows == group.batch_rows), None)

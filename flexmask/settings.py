@@ -142,7 +142,7 @@ class PrefillSettings:
                     raise ValueError(f"{name} must hold layer indices below {len(heads)}, the model's layers; got {index}")
         for layer, num_heads in enumerate(heads):
             if num_heads is not None and layer not in self.dense_layers:
-                fitted_to_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
+                checked_for_heads(self.layer_method(layer), num_heads, f"layer {layer}: ")
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from the defaults, in JSON types; ValueError for a method that is a function."""
@@ -226,10 +226,10 @@ def _frozen(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: frozen(value) for name, value in options.items()}
 
 
-def fitted_to_heads(method: Method, num_heads: int, where: str = "") -> Method:
+def checked_for_heads(method: Method, num_heads: int, where: str = "") -> Method:
     """The method with its options per head checked for so many heads; an error's message begins with `where`."""
     try:
-        return method.fit_to_heads(torch.empty(()).expand(1, num_heads, 1, 1))
+        return method.with_options_by_head(torch.empty(()).expand(1, num_heads, 1, 1))
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}{error}") from None
 

@@ -61,7 +61,7 @@ def max_seen_blocks_in_prompt(
 
 
 @functools.lru_cache(maxsize=128)
-def visible_blocks(q_len: int, kv_len: int, block_size: int, window: int | None = None) -> int:
+def num_visible_blocks(q_len: int, kv_len: int, block_size: int, window: int | None = None) -> int:
     """Number of visible pairs of blocks of a head without padding whose last row is at the last key."""
     pairs = 0
     for first in range(kv_len - q_len, kv_len, block_size):

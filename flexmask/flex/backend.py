@@ -40,7 +40,7 @@ class Backend(NamedTuple):
 
     name: str  # "cpu", "triton" or "flash"
     lse_factor: float = 1.0  # of `Verdict`
-    direct: bool = False  # called by `flash_attention`, else through FlexAttention
+    is_direct: bool = False  # called by `flash_attention`, else through FlexAttention
     has_lse: bool = True  # False where only the output was found right
 
 
@@ -70,15 +70,15 @@ def chosen_backend(
     block_size: int,
     return_lse: bool = False,
     is_dense: bool = False,
-    shared: bool = False,
+    shares_lists: bool = False,
     verdict: Callable[[FlashKind, torch.device], Verdict | None] = flash_verdict,
     has_mask_mod: bool = True,
 ) -> Backend:
     """Resolve "auto", and refuse what a backend cannot do; FLASH runs only what `flash_verdict` finds right.
 
-    `is_dense`: the call runs by SDPA, the backend is only checked. `shared`: one list of blocks for all heads. `has_mask_mod`:
-    the mask may hide tokens beyond causality, window and padding of `inputs`; if it does not, FLASH is called directly where that
-    is right.
+    `is_dense`: the call runs by SDPA, the backend is only checked. `shares_lists`: all heads have one list of blocks.
+    `has_mask_mod`: the mask may hide tokens beyond causality, window and padding of `inputs`; if it does not, FLASH is called
+    directly where that is right.
     """
     device = inputs.query.device
     if not is_dense:
@@ -93,19 +93,19 @@ def chosen_backend(
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device)[0] if has_gpu else 0
     needs_lse = return_lse or inputs.sinks is not None
-    flex_kind = FlashKind.of(inputs, block_size, shared)
+    flex_kind = FlashKind.of(inputs, block_size, shares_lists)
     if backend == "flash":
         _check_flash_by_name(flex_kind, device, capability, needs_lse)
     elif capability != _HOPPER or is_dense or not flash_available() or not auto_takes_flash(flex_kind):
         return Backend("triton")
     kinds = [flex_kind]
     if not has_mask_mod and needs_no_mask_mod(inputs, block_size):
-        kinds.insert(0, FlashKind.of(inputs, block_size, shared, direct=True))
+        kinds.insert(0, FlashKind.of(inputs, block_size, shares_lists, is_direct=True))
     for kind in kinds:
         outcome = verdict(kind, device)
         reason = "" if outcome is None else outcome.reason or (outcome.lse_reason if needs_lse else "")
         if outcome is not None and not reason:
-            return Backend("flash", outcome.lse_factor, kind.direct, not outcome.lse_reason)
+            return Backend("flash", outcome.lse_factor, kind.is_direct, not outcome.lse_reason)
     if backend == "auto":
         return Backend("triton")
     if reason:

@@ -26,23 +26,23 @@ class FlashKind(NamedTuple):
     has_softcap: bool = False
     has_window_or_offset: bool = False  # a window, or an offset of row 0; called directly, a window
     has_padding: bool = False
-    shared: bool = False  # one list of blocks for all heads
+    shares_lists: bool = False  # one list of blocks for all heads
     needs_grad: bool = False
     queries_per_kv: int = 2  # query heads per KV head: FLASH packs those that share a list into a tile
-    direct: bool = False  # by `flash_attention`, else through FlexAttention
+    is_direct: bool = False  # by `flash_attention`, else through FlexAttention
 
     @staticmethod
-    def of(inputs: AttentionInputs, block_size: int, shared: bool, direct: bool = False) -> FlashKind:
+    def of(inputs: AttentionInputs, block_size: int, shares_lists: bool, is_direct: bool = False) -> FlashKind:
         query, value = inputs.query, inputs.value
         assert value is not None
-        has_window_or_offset = inputs.window is not None or (inputs.offset is not None and not direct)
+        has_window_or_offset = inputs.window is not None or (inputs.offset is not None and not is_direct)
         # not an expression: torch.compile would keep it symbolic
-        if not direct and query.shape[2] != inputs.key.shape[2]:
+        if not is_direct and query.shape[2] != inputs.key.shape[2]:
             has_window_or_offset = True
         has_softcap, has_padding = inputs.softcap is not None, inputs.attention_mask is not None
-        features = (has_softcap, has_window_or_offset, has_padding, shared, inputs.needs_grad)
+        features = (has_softcap, has_window_or_offset, has_padding, shares_lists, inputs.needs_grad)
         queries_per_kv = query.shape[1] // inputs.key.shape[1]
-        return FlashKind(query.dtype, query.shape[3], value.shape[3], block_size, *features, queries_per_kv, direct)
+        return FlashKind(query.dtype, query.shape[3], value.shape[3], block_size, *features, queries_per_kv, is_direct)
 
     def __str__(self) -> str:
         given = {name: value for name, value in self._asdict().items() if value != self._field_defaults.get(name)}
@@ -58,7 +58,7 @@ def flash_case(kind: FlashKind, device: torch.device) -> tuple[PositionedInputs,
     kv_len = 8 * size + 44
     window = 4 * size + 30 if kind.has_window_or_offset else None
     # one kernel of direct calls serves every offset
-    offset = 3 * size + 20 if kind.has_window_or_offset or kind.direct else 0
+    offset = 3 * size + 20 if kind.has_window_or_offset or kind.is_direct else 0
     batch, q_len = 2 if kind.has_padding else 1, kv_len - offset
     padding_mask = None
     if kind.has_padding:
@@ -78,7 +78,7 @@ def flash_case(kind: FlashKind, device: torch.device) -> tuple[PositionedInputs,
 
     tokens = inputs.tokens()
     visibility = block_visibility(tokens, size, window)
-    keep = _kept(visibility.visible.shape, 1 if kind.shared else heads, offset // size, device)
+    keep = _kept(visibility.visible.shape, 1 if kind.shares_lists else heads, offset // size, device)
     mask = block_mask(inputs, Selection(block_lists(keep & visibility.visible[:, None], visibility.full), None, {}, size))
     visible = visible_keys(tokens.position, tokens.row_valid, tokens, window)[:, None]
     in_kept = keep.repeat_interleave(size, 2)[:, :, :q_len].repeat_interleave(size, 3)[..., :kv_len]

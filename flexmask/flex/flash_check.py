@@ -64,7 +64,7 @@ def check_flash(kind: FlashKind, device: torch.device, kernel: Kernel | None = N
 
 
 def _attend(kind: FlashKind, inputs: AttentionInputs, mask: BlockMask, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    if not kind.direct:
+    if not kind.is_direct:
         return run_flex_attention(inputs, mask, "flash", return_lse)
     parts = parts_of(mask)
     assert parts is not None
@@ -86,7 +86,7 @@ def _compared(kind: FlashKind, device: torch.device, kernel: Kernel) -> Verdict:
     expected, expected_lse = exact_attention(inputs, pairs)
     # a direct call without log-sum-exp runs a kernel of its own; FlexAttention always requests the log-sum-exp
     errors = []
-    for output in (kernel(inputs, mask, False)[0], out) if kind.direct else (out,):
+    for output in (kernel(inputs, mask, False)[0], out) if kind.is_direct else (out,):
         errors.append(float((output.double() - expected).detach().abs().max()))
         if _agree(output, expected):
             continue
@@ -135,10 +135,10 @@ def flash_verdict(
 ) -> Verdict | None:
     """The verdict on calls of this kind, which the first call checks; None if there is none and no check can run."""
     if is_traced():
-        assert not kind.direct
+        assert not kind.is_direct
         # numbers, where a compilation has symbols
         sizes = (len(range(kind.head_dim)), len(range(kind.v_head_dim)), kind.block_size)
-        flags = (kind.has_softcap, kind.has_window_or_offset, kind.has_padding, kind.shared, kind.needs_grad)
+        flags = (kind.has_softcap, kind.has_window_or_offset, kind.has_padding, kind.shares_lists, kind.needs_grad)
         written = _recall(device.type, device.index, kind.dtype, *sizes, *flags, len(range(kind.queries_per_kv)))
         if not written:
             return None
@@ -150,7 +150,7 @@ def flash_verdict(
         return verdict
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if is_capturing or in_dispatch_mode() or in_transform() or any_thread_exports():
-        if not kind.direct:  # it may run through FlexAttention
+        if not kind.is_direct:  # it may run through FlexAttention
             _log_unchecked(key)
         return None
     with _lock:
@@ -167,8 +167,8 @@ def check_for_compiled_callers(dtype: torch.dtype, head_dim: int, v_head_dim: in
     """Check calls with these heads through FlexAttention, as compiled code makes them, if their direct kind was checked."""
     for device_type, index, kind in list(_VERDICTS):
         of_these_heads = (kind.dtype, kind.head_dim, kind.v_head_dim) == (dtype, head_dim, v_head_dim)
-        if kind.direct and index is not None and of_these_heads:
-            flex_kind = kind._replace(direct=False, has_window_or_offset=kind.has_window_or_offset or has_window_or_offset)
+        if kind.is_direct and index is not None and of_these_heads:
+            flex_kind = kind._replace(is_direct=False, has_window_or_offset=kind.has_window_or_offset or has_window_or_offset)
             flash_verdict(flex_kind, torch.device(device_type, index))
 
 

@@ -60,7 +60,7 @@ def dense_attention_packed(
     if calls and backend == "flash":
         # the window is in the lists; the mask_mod captures tensors, as the mask_mod of an offset does
         like = inputs.with_fields(window=None, offset=query.new_zeros(1, dtype=torch.int32))
-        chosen = chosen_backend(backend, like, _BLOCK, return_lse, shared=True)
+        chosen = chosen_backend(backend, like, _BLOCK, return_lse, shares_lists=True)
     for indices in calls:
         part = [segments[index] for index in indices]
         with without_autocast(query.device):

@@ -23,7 +23,7 @@ from flexmask.integrations.record import PrefillRun
 from flexmask.integrations.record.calls import CallSize
 from flexmask.method import Method
 from flexmask.plans import Plan, dense_plan, plan_call
-from flexmask.settings import PrefillSettings, fitted_to_heads
+from flexmask.settings import PrefillSettings, checked_for_heads
 from flexmask.stats import STATISTICS, dense_stats
 
 Plans = dict[Any, tuple[Plan, PrefillSettings]]  # by kind of layer, `LayerCall.plan`
@@ -171,7 +171,7 @@ def _local_method(method: Method, module: nn.Module, num_heads: int) -> Method:
     rank = _rank(module, all_heads // num_heads)
     if rank is None:
         return method
-    return fitted_to_heads(method, all_heads).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
+    return checked_for_heads(method, all_heads).slice_heads(slice(rank * num_heads, (rank + 1) * num_heads))
 
 
 def _rank(module: nn.Module, processes: int) -> int | None:

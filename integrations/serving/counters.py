@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexmask.attend import AttentionResult
-from flexmask.base.visibility import visible_blocks
+from flexmask.base.visibility import num_visible_blocks
 from flexmask.integrations.record.calls import CallSize, LayerTotals, RecordedCall
 from flexmask.integrations.record.summary import summary_of
 from flexmask.integrations.serving.layers import SparseLayer
@@ -73,7 +73,7 @@ class Counters:
         with self._lock:
             self._pairs += pairs
             if counts:
-                visible = visible_blocks(rows, seq_len, role.method.block_size, role.window)
+                visible = num_visible_blocks(rows, seq_len, role.method.block_size, role.window)
                 lists = sum(group_counts.shape[1] for group_counts in counts) // 2
                 self._counts.setdefault(pairs / (visible * lists), []).extend(counts)
             else:

@@ -12,7 +12,7 @@ from flexmask.base.inputs import AttentionInputs
 from flexmask.call_options import CallOptions
 from flexmask.dense_policy import head_dim_reason
 from flexmask.method import Method
-from flexmask.settings import PrefillSettings, fitted_to_heads
+from flexmask.settings import PrefillSettings, checked_for_heads
 
 _CHUNK = (400, 1000)  # rows, and tokens so far, of a chunk that every method must support
 
@@ -93,7 +93,7 @@ def role_of_shape(shape: LayerShape, layer_index: int, settings: PrefillSettings
     reason = head_dim_reason(shape.head_dim, shape.v_head_dim) or policy.dense_layer_reason(layer_index, shape.window)
     if reason is not None:
         return Stock(reason)
-    method = fitted_to_heads(settings.layer_method(layer_index), shape.num_heads * ranks, f"layer {layer_index}: ")
+    method = checked_for_heads(settings.layer_method(layer_index), shape.num_heads * ranks, f"layer {layer_index}: ")
     role = SparseLayer(
         **vars(shape),
         layer_index=layer_index,

@@ -23,5 +23,5 @@ def package(monkeypatch):
 @pytest.fixture
 def directly(package, monkeypatch):
     """All calls go directly to the stand-in."""
-    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: Backend("flash", direct=True))
+    monkeypatch.setattr(plans, "chosen_backend", lambda *given, **named: Backend("flash", is_direct=True))
     return package

@@ -27,7 +27,7 @@ def chosen(monkeypatch):
 
     def choose(
         name, capability=9, *, head_dim=128, v_head_dim=None, kv_len=256, dtype=torch.bfloat16, verdict=RIGHT, block_size=128,
-        return_lse=False, is_dense=False, shared=False, direct=False, has_sinks=False, padded=False, **given,
+        return_lse=False, is_dense=False, shares_lists=False, direct=False, has_sinks=False, padded=False, **given,
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (capability, 0))
         with FakeTensorMode():
@@ -44,7 +44,9 @@ def chosen(monkeypatch):
             return verdict(kind) if callable(verdict) else verdict
 
         inputs = AttentionInputs(*tensors, 1.0, **given)
-        return chosen_backend(name, inputs, block_size, return_lse, is_dense, shared, asked_verdict, has_mask_mod=not direct)
+        return chosen_backend(
+            name, inputs, block_size, return_lse, is_dense, shares_lists, asked_verdict, has_mask_mod=not direct
+        )
 
     return choose
 
@@ -67,7 +69,7 @@ CHECKED = {
     "sinks": ({"has_sinks": True}, PLAIN), "window": ({"window": 100}, PLAIN._replace(has_window_or_offset=True)),
     "chunk": ({"kv_len": 300}, PLAIN._replace(has_window_or_offset=True)),
     "padding": ({"padded": True}, PLAIN._replace(has_padding=True)),
-    "one list": ({"shared": True}, PLAIN._replace(shared=True)),
+    "one list": ({"shares_lists": True}, PLAIN._replace(shares_lists=True)),
 }  # fmt: skip
 
 
@@ -84,11 +86,11 @@ DIRECT = {"plain": {}, "window": {"window": 100}, "chunk": {"kv_len": 300}, "bot
 
 @pytest.mark.parametrize("given", DIRECT.values(), ids=DIRECT)
 def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
-    directly = PLAIN._replace(has_window_or_offset="window" in given, direct=True)
+    directly = PLAIN._replace(has_window_or_offset="window" in given, is_direct=True)
     through = PLAIN._replace(has_window_or_offset=bool(given))
     right = Backend("flash", RIGHT.lse_factor)
     for name in ("auto", "flash"):
-        assert chosen(name, **given, direct=True) == right._replace(direct=True)
+        assert chosen(name, **given, direct=True) == right._replace(is_direct=True)
         assert chosen.asked == [directly]
         for wrong in (WRONG, None):
             assert chosen(name, **given, direct=True, verdict={directly: wrong, through: RIGHT}.get) == right
@@ -97,7 +99,7 @@ def test_a_call_without_a_mask_mod_is_direct_where_that_is_right(chosen, given):
         assert chosen(name, **given) == right and chosen.asked == [through]
     assert chosen("auto", **given, direct=True, verdict=WRONG) == Backend("triton")
     no_lse = {directly: NO_LSE, through: RIGHT}.get
-    assert chosen("auto", **given, direct=True, verdict=no_lse).direct
+    assert chosen("auto", **given, direct=True, verdict=no_lse).is_direct
     assert chosen("auto", **given, direct=True, verdict=no_lse, return_lse=True) == right
 
 
@@ -114,13 +116,13 @@ BY_WHAT_HIDES = [(given, True) for given in HIDDEN_BY_THE_KERNEL] + [(given, Fal
 @pytest.mark.parametrize(("given", "direct"), BY_WHAT_HIDES)
 def test_calls_are_direct_unless_they_need_a_mask_mod(chosen, given, direct):
     assert chosen("flash", **given, direct=True) == Backend("flash", RIGHT.lse_factor, direct)
-    assert [kind.direct for kind in chosen.asked] == [direct]
+    assert [kind.is_direct for kind in chosen.asked] == [direct]
 
 
 @pytest.mark.parametrize("state", ["in_dispatch_mode", "is_traced", "is_fake"])
 def test_no_call_is_direct_where_tensors_are_not_plain(chosen, monkeypatch, state):
     monkeypatch.setattr(flash, state, lambda *given: True)
-    assert not chosen("flash", direct=True).direct
+    assert not chosen("flash", direct=True).is_direct
 
 
 @pytest.mark.parametrize("given", [{"return_lse": True}, {"has_sinks": True}])

@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 
 
 # blocks of 16, so that attention in float64 is fast
-PLAIN = FlashKind(torch.bfloat16, 32, 32, block_size=16, direct=True)
+PLAIN = FlashKind(torch.bfloat16, 32, 32, block_size=16, is_direct=True)
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {}, "window": {"has_window_or_offset": True}, "one list": {"shared": True, "queries_per_kv": 7},
+    "plain": {}, "window": {"has_window_or_offset": True}, "one list": {"shares_lists": True, "queries_per_kv": 7},
     "unequal": {"head_dim": 48},
 }  # fmt: skip
 
@@ -114,7 +114,7 @@ def asked(package, monkeypatch):
 
     def choose(*given, has_mask_mod, **named):
         found.append(has_mask_mod)
-        return Backend("flash", direct=True) if not has_mask_mod else Backend("cpu")
+        return Backend("flash", is_direct=True) if not has_mask_mod else Backend("cpu")
 
     monkeypatch.setattr(plans, "chosen_backend", choose)
     return found
@@ -179,12 +179,12 @@ def test_a_warm_up_also_checks_the_kinds_of_compiled_callers(monkeypatch, chunke
     found, asked = {}, []
     monkeypatch.setattr(flash_check, "_VERDICTS", found)
     others = (PLAIN._replace(dtype=torch.float16), PLAIN._replace(head_dim=64), PLAIN._replace(v_head_dim=64))
-    for kind in (PLAIN, PLAIN._replace(has_window_or_offset=True), *others, PLAIN._replace(direct=False)):
+    for kind in (PLAIN, PLAIN._replace(has_window_or_offset=True), *others, PLAIN._replace(is_direct=False)):
         found["cpu", 0, kind] = Verdict()
     monkeypatch.setattr(flash_check, "flash_verdict", lambda kind, device: asked.append((kind, device)))
     given = {"dtype": torch.bfloat16, "device": "cpu", "block_size": 64, "chunked": chunked}
     warmup(4, 2, 32, **given)
-    through = [PLAIN._replace(direct=False, has_window_or_offset=captures) for captures in (chunked, True)]
+    through = [PLAIN._replace(is_direct=False, has_window_or_offset=captures) for captures in (chunked, True)]
     assert asked == [(kind, torch.device("cpu", 0)) for kind in through]
     asked.clear()
     with pytest.raises(ValueError, match="triton"):

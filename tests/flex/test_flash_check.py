@@ -28,8 +28,8 @@ PLAIN = FlashKind(torch.bfloat16, 32, 32, block_size=16)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "float16": {"dtype": torch.float16}, "unequal head dims": {"head_dim": 48}, "soft cap": {"has_softcap": True},
     "window and offset": {"has_window_or_offset": True}, "padding": {"has_padding": True},
-    "padding, window and offset": {"has_window_or_offset": True, "has_padding": True}, "one list for all heads": {"shared": True},
-    "gradients": {"needs_grad": True},
+    "padding, window and offset": {"has_window_or_offset": True, "has_padding": True},
+    "one list for all heads": {"shares_lists": True}, "gradients": {"needs_grad": True},
     "gradients and everything": {"needs_grad": True, "has_window_or_offset": True, "has_padding": True, "has_softcap": True},
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
@@ -136,7 +136,7 @@ def test_finds_lists_of_full_or_partial_blocks_or_both_ignored(changes):
 @pytest.mark.parametrize("queries_per_kv", [1, 2, 8, 24])
 def test_the_problem_has_the_calls_query_heads_per_kv_head(queries_per_kv):
     query, key = (torch.zeros(1, heads, 64, 32, dtype=torch.bfloat16) for heads in (2 * queries_per_kv, 2))
-    kind = FlashKind.of(attention_inputs(query, key, key), 16, shared=True)
+    kind = FlashKind.of(attention_inputs(query, key, key), 16, shares_lists=True)
     assert kind.queries_per_kv == queries_per_kv
 
     assert check_flash(kind, CPU, kernel).reason == ""
@@ -189,7 +189,7 @@ def test_running_out_of_memory_is_passed_on_and_no_verdict(kind):
 def test_no_check_runs_under_a_mode_or_an_export_and_the_log_says_so_once(kind, state, caplog):
     with caplog.at_level(logging.WARNING, "flexmask"), state():
         # a direct call may still run through FlexAttention, and is no warning
-        for asked in (kind._replace(direct=True), kind, kind):
+        for asked in (kind._replace(is_direct=True), kind, kind):
             assert flash_verdict(asked, CPU, refuses) is None
     assert [each.getMessage() for each in caplog.records] == [
         f"flexmask: FLASH does not run calls of this kind ({kind}): they were not checked before, and no check can run here (in "
@@ -217,7 +217,7 @@ def code_of(verdict):
 def test_no_check_runs_while_torch_compile_traces(kind, known, dynamic, monkeypatch):
     kind = kind._replace(has_window_or_offset=True, queries_per_kv=1)
     # compiled calls are never direct
-    flash_verdict(kind._replace(direct=True), CPU, Mock(return_value=Verdict(lse_factor=3.0)))
+    flash_verdict(kind._replace(is_direct=True), CPU, Mock(return_value=Verdict(lse_factor=3.0)))
     if known is not None:
         flash_verdict(kind, CPU, Mock(return_value=known))
     x = torch.zeros(1, 2, 3, kind.head_dim, dtype=torch.bfloat16)
@@ -245,7 +245,7 @@ def test_a_check_is_logged_with_its_time(caplog, verdict, level, said):
     size = next(_sizes)
     kind = FlashKind(torch.float16, size, 128, 64, True, True, True, True, True, 1)
     words = f"dtype=torch.float16, head_dim={size}, v_head_dim=128, block_size=64, has_softcap=True, has_window_or_offset=True"
-    words += ", has_padding=True, shared=True, needs_grad=True, queries_per_kv=1"
+    words += ", has_padding=True, shares_lists=True, needs_grad=True, queries_per_kv=1"
     with caplog.at_level(logging.INFO, "flexmask"):
         flash_verdict(kind, CPU, Mock(return_value=verdict))
     (record,) = caplog.records

@@ -37,10 +37,12 @@ def device():
 SERVED = {
     "plain": {}, "windows and chunks": {"has_window_or_offset": True}, "padding": {"has_padding": True},
     "soft caps": {"has_softcap": True},
-    "one mask for all heads": {"shared": True}, "float16": {"dtype": torch.float16}, "latent attention": {"head_dim": 192},
-    "direct": {"direct": True}, "direct, window": {"direct": True, "has_window_or_offset": True},
-    "direct, latent attention": {"direct": True, "head_dim": 192, "queries_per_kv": 1},
-    "direct, one mask of seven heads, float16": {"direct": True, "shared": True, "queries_per_kv": 7, "dtype": torch.float16},
+    "one mask for all heads": {"shares_lists": True}, "float16": {"dtype": torch.float16}, "latent attention": {"head_dim": 192},
+    "direct": {"is_direct": True}, "direct, window": {"is_direct": True, "has_window_or_offset": True},
+    "direct, latent attention": {"is_direct": True, "head_dim": 192, "queries_per_kv": 1},
+    "direct, one mask of seven heads, float16": {
+        "is_direct": True, "shares_lists": True, "queries_per_kv": 7, "dtype": torch.float16,
+    },
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def test_one_mask_for_all_heads_has_its_own_backend_and_no_density_by_kv_head(wi
     for method, expected in (("streaming_llm", [False, True]), ("hybrid", [False])):
         choose.reset_mock()
         sparse_attention(query, key, key, method, block_size=16, dense_below=1)
-        assert ["shared" in call.kwargs for call in choose.mock_calls] == expected
+        assert ["shares_lists" in call.kwargs for call in choose.mock_calls] == expected
     # hybrid keeps all of so few tokens, and runs dense
     assert without_kernel == [(1, 4, 100, 16)]
 

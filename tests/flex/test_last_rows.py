@@ -158,7 +158,7 @@ def test_parts_are_not_weighed_by_a_wrong_log_sum_exp(package, processors, monke
     processors(48)
     case = call(320, method="hybrid", gamma=0.9, min_coverage=0.0)
     for has_lse, calls in ((True, 2), (False, 1)):
-        backend = Backend("flash", direct=True, has_lse=has_lse)
+        backend = Backend("flash", is_direct=True, has_lse=has_lse)
         monkeypatch.setattr(plans, "chosen_backend", lambda *given, backend=backend, **named: backend)
         package.reset_mock()
         assert_same_attention(case.attend(), case.under(case.select().keep)[0])

@@ -9,7 +9,7 @@ import torch
 
 from flexmask.attend import AttentionResult
 from flexmask.base.inputs import AttentionInputs
-from flexmask.base.visibility import block_visibility, visible_blocks
+from flexmask.base.visibility import block_visibility, num_visible_blocks
 from flexmask.integrations.serving.counters import SAMPLED_STATISTICS, Counters
 from flexmask.stats import dense_stats
 from tests.serving.layers import sparse_role
@@ -37,7 +37,7 @@ def looked_at(**held):
 def test_visible_blocks_are_those_of_the_map(q_len, kv_len, window):
     query, key = (torch.empty(1, 1, length, 1) for length in (q_len, kv_len))
     tokens = AttentionInputs(query, key, None, 1.0, window=window).with_offset().tokens()
-    assert visible_blocks(q_len, kv_len, 16, window) == int(block_visibility(tokens, 16, window).visible.sum())
+    assert num_visible_blocks(q_len, kv_len, 16, window) == int(block_visibility(tokens, 16, window).visible.sum())
 
 
 def test_a_density_is_the_kept_share_of_all_pairs_of_queries_and_keys():
