@@ -39,7 +39,8 @@ def choice_option(*words: str) -> Any:
 
 def read_fields(cls: type[Any]) -> None:
     """Set what depends on the fields of a method's class: its defaults and kinds of options."""
-    hints = get_type_hints(cls, include_extras=True)
+    # Python 3.10 refuses KW_ONLY as a hint
+    hints = get_type_hints(cls, localns={"KW_ONLY": Any}, include_extras=True)
     options = [each for each in fields(cls) if each.name != "block_size"]
     kinds = {each.name: _alternatives(hints[each.name]) for each in options}
     passed = (int, float, bool, str, type(None), ByHead, PairsByHead)
