@@ -63,7 +63,8 @@ def attend_heads(
     """Attend to the selection of a group of heads.
 
     Returns the output, the log-sum-exp or None, and the KV heads that ran dense: `dense_kv_heads`, and those whose density
-    exceeds `break_even_density`. `last_rows` are rows that keep every visible block.
+    exceeds `break_even_density`. Some of the KV heads run dense only in whole prompts without padding, window, soft cap, sinks or
+    log-sum-exp (`plan_call`). `last_rows` are rows that keep every visible block.
     """
     if selection is not None and break_even_density is not None:
         exceeds = _exceeds_density(selection.lists, len(dense_kv_heads), break_even_density)
@@ -71,6 +72,7 @@ def attend_heads(
     if selection is None or all(dense_kv_heads):
         return *dense_attention(inputs, return_lse), (True,) * len(dense_kv_heads)
     key_slices, queries_per_kv = _true_slices(dense_kv_heads), inputs.query.shape[1] // len(dense_kv_heads)
+    assert not (key_slices and return_lse)
     query_slices = [slice(keys.start * queries_per_kv, keys.stop * queries_per_kv) for keys in key_slices]
     # all heads stay, the dense ones with empty lists: each number of heads would compile the kernel again
     sparse = selection.without_heads(query_slices) if key_slices else selection
@@ -107,6 +109,6 @@ def _exceeds_density(lists: BlockLists, num_kv_heads: int, density: float) -> li
 
 
 def _true_slices(flags: tuple[bool, ...]) -> list[slice]:
-    """The runs of True entries as slices."""
+    """Slices of neighbouring True entries."""
     runs = [list(run) for is_true, run in groupby(range(len(flags)), key=lambda index: flags[index]) if is_true]
     return [slice(run[0], run[-1] + 1) for run in runs]

@@ -133,6 +133,11 @@ def _definition(cls: type[Method]) -> str:
     return f"{cls.__module__}.{vars(cls).get('defined_as', cls.__qualname__)}"
 
 
+def _printed(method: Method) -> str:
+    """The repr of a dataclass, by the name of its class."""
+    return f"{type(method).__name__}({', '.join(f'{each.name}={getattr(method, each.name)!r}' for each in fields(method))})"
+
+
 def method(choose: Callable[..., Any]) -> MaskFunction:
     """Turn ``<name>_mask(problem, **options)`` into a mask function of query and key, and a method of that name.
 
@@ -177,7 +182,7 @@ def method(choose: Callable[..., Any]) -> MaskFunction:
         # where pickle finds the class
         "__qualname__": f"{choose.__qualname__.removesuffix('_mask')}_mask.method",
         "defined_as": choose.__qualname__,
-        "__repr__": lambda self: f"{name}({', '.join(f'{each.name}={getattr(self, each.name)!r}' for each in fields(self))})",
+        "__repr__": _printed,
         "__doc__": inspect.getdoc(choose),
     }
     cls = make_dataclass(name, options, bases=(Method,), namespace=body, frozen=True, eq=False)

@@ -190,7 +190,9 @@ def plan_call(
     """Decide what runs dense, and plan.
 
     A call runs dense below the policy's size (unless `at_any_length`), in layers that the policy names, and if all its heads
-    keep every block. Otherwise its heads are planned in groups, and KV heads that keep every block run dense.
+    keep every block. A named layer that SDPA's causal kernel cannot compute (padding, a chunk, a window, a soft cap, sinks)
+    runs under masks of every visible block instead. Otherwise heads are planned in groups, and KV heads that keep every block
+    run dense.
     """
     policy, keeps_every_block = call_options.policy, method.keeps_every_block_by_head(inputs.query.shape[1])
     has_sdpa_kernel = sdpa_computes(inputs)
@@ -202,7 +204,7 @@ def plan_call(
     if reason is not None:
         if has_sdpa_kernel or size_reason is not None:
             return dense_plan(inputs, method.block_size, call_options, reason, return_lse, has_mask_mod=method.is_user_method)
-        # a dense layer of padded prompts runs sparse with every visible block: SDPA would read a map of all pairs
+        # where SDPA's causal kernel cannot compute a dense layer, it would read a map of all pairs
         method = METHODS["causal"].checked(method.block_size, {}).for_inputs(inputs)
     dense_kv_heads, break_even_density = (False,) * inputs.key.shape[1], None
     # while torch.compile traces, nothing would order the emptying of lists before the kernel that reads them

@@ -105,12 +105,13 @@ class Hybrid(Method):
         lists, keep = shared_steps.kept_blocks(
             problem, key_blocks, row_blocks.blocks, nearest, last_mass.rows if self.last_rows_dense else None
         )
+        # one pass over the evidence gives both; `keep` is the same map in both calls
         covered: list[Tensor] = []
 
-        def row_coverage(keep: Tensor, which: int) -> Tensor:
+        def row_coverage(keep: Tensor, index: int) -> Tensor:
             if not covered:
                 covered.extend(row_blocks.coverage(keep))
-            return covered[which]
+            return covered[index]
 
         return Choice(
             lists,

@@ -84,7 +84,7 @@ def row_evidence(problem: BlockProblem, row_stride: int) -> RowEvidence:
 
 
 def row_blocks(problem: BlockProblem, row_stride: int, gamma: Tensor, multiple: float, min_coverage: FloatOption) -> RowBlocks:
-    """The key blocks whose evidence reaches `multiple` units, `with_evidence_floor`; NaN reaches every threshold."""
+    """The key blocks whose evidence reaches `multiple` units, and those that `with_evidence_floor` adds; NaN reaches all."""
     rows = row_evidence(problem, row_stride)
     evidence, threshold = rows.root_mean_square, (multiple * threshold_unit(problem, gamma))[..., None, None]
     chosen = ~(evidence < threshold.float())

@@ -77,10 +77,10 @@ class Selection(NamedTuple):
     # a user's mask_mod, which hides more pairs
     mask_mod: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
-    def without_heads(self, runs: Sequence[slice]) -> Selection:
+    def without_heads(self, head_slices: Sequence[slice]) -> Selection:
         """The selection with empty lists for these query heads; its indices are those of this selection."""
         counts, full_counts = self.lists.kv_num_blocks.clone(), self.lists.full_kv_num_blocks.clone()
-        for heads in runs:
+        for heads in head_slices:
             counts[:, heads] = 0
             full_counts[:, heads] = 0
         return self.with_fields(lists=BlockLists(counts, self.lists.kv_indices, full_counts, self.lists.full_kv_indices))

@@ -7,9 +7,9 @@ of one head.
 
 Arguments that kernels share: ``q_edges`` and ``kv_edges`` are those of `KernelGeometry`, ``representative`` is a plane of its
 `representative`, ``last_rows`` the one of the last; maps of blocks (``chosen``, ``keep``, ``values``) are (batch,
-num_heads, num_q_blocks, num_kv_blocks); ``kept``, ``kept_lines`` and ``line_mass`` are (2, batch, num_heads, num_kv_blocks), key
-blocks and then block diagonals, or (1, ..) without these; ``active`` is (batch, num_heads) bool; ``gamma`` and ``share`` are
-float64.
+num_heads, num_q_blocks, num_kv_blocks); ``kept``, ``kept_lines``, ``lines`` and ``line_mass`` are (2, batch, num_heads,
+num_kv_blocks), key blocks and then block diagonals, or (1, ..) without these; ``active`` is (batch, num_heads) bool; ``gamma``
+and ``share`` are float64.
 """
 
 from flexmask.kernels.lists import kept_blocks as kept_blocks

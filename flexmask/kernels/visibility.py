@@ -22,10 +22,11 @@ SUBSETS = ("last", "middle")
 class KernelGeometry(NamedTuple):
     """The geometry as kernels read it, int32.
 
-    Planes of `q_edges`, per query block: those of `row_edges`, then the number of key blocks seen. `max_seen` is the largest of
-    these numbers, by `max_seen_blocks_in_prompt`. Planes of `kv_edges`, per key block: the last valid key (-kv_len without any),
-    whether all keys are valid, the number of valid keys, and the candidates: key blocks, then block diagonals, that hold a
-    visible block. `representative` has a plane for each name in `SUBSETS`: the offset, then the rows, -1 where there is none.
+    Planes of `q_edges`, per query block: last row, first row, first valid row, last valid row, last whole key (`row_edges`), then
+    the number of key blocks seen. `max_seen` is the largest of these numbers, by `max_seen_blocks_in_prompt`. Planes of
+    `kv_edges`, per key block: the last valid key (-kv_len without any), whether all keys are valid, the number of valid keys, and
+    the candidates: key blocks, then block diagonals, that hold a visible block. `representative` has a plane for each name in
+    `SUBSETS`: the offset, then the rows, -1 where there is none.
     """
 
     q_edges: Tensor  # (batch, 6, num_q_blocks)

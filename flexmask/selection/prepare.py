@@ -46,6 +46,7 @@ def prepare_selection(
     query, size, by_kernels = inputs.query, method.block_size, method.runs_kernels(inputs.query)
     with torch.no_grad(), without_autocast(query.device):
         if is_traced() and by_kernels:
+            # the operator puts options on the device itself (`run_operator`)
             return PreparedSelection(method, method, True)
         # a launch takes numbers as they are
         for_steps = with_device_numbers(method, query, keep_numbers=by_kernels)
@@ -57,7 +58,7 @@ def prepare_selection(
             return PreparedSelection(method, for_steps, True, kernel_geometry=kernel_geometry)
         floats_per_row = method.floats_per_row(inputs.key.shape[2])
         if floats_per_row:
-            # a slice materializes its float32 values, and as much again
+            # 8 bytes per value: the float32 and as much of its temporaries, whose rest exceeds `max_bytes`
             at_once = MAX_FLOATS_PER_SLICE if max_bytes is None else min(MAX_FLOATS_PER_SLICE, max_bytes // 8)
             rows = max(1, at_once // (query.shape[0] * query.shape[1] * floats_per_row * size)) * size
             if rows < query.shape[2]:

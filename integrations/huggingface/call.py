@@ -104,7 +104,7 @@ class LayerCall(NamedTuple):
         self.run.record(self.layer, result.stats, mask, reason, self.forward_pass, size)
 
     def plan(self) -> Plan:
-        """The plan for this call, shared by layers with equal settings and shapes."""
+        """The plan for this call, shared by layers of equal settings and shapes under one mask, which has padding and offset."""
         inputs, settings = self.inputs, self.settings
         own_layer = self.layer if self.layer in settings.layers or self.layer in settings.dense_layers else None
         tensors = (inputs.query, inputs.key, inputs.value)

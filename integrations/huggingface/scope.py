@@ -63,7 +63,7 @@ class Scope:
 
 
 # the scopes that the current thread or task opened; a task begins with its creator's scopes, a thread with none
-_LOCAL_SCOPES: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_opened_here", default=())
+_LOCAL_SCOPES: ContextVar[tuple[ref[Scope], ...]] = ContextVar("flexmask_local_scopes", default=())
 
 
 class _Entry:
@@ -120,7 +120,7 @@ def remember(module: nn.Module) -> None:
 def scoped_name(config: Any) -> str:
     """The name that a block writes into a config: the present one if it is flexmask's, else one that encodes it."""
     present_name = config._attn_implementation
-    # transformers takes every name with "flash" for one of its own kernels
+    # in swapped case, because transformers takes every name with "flash" for one of its own kernels
     return present_name if present_name == NAME or is_scoped(config) else _PREFIX + (present_name or "").swapcase()
 
 

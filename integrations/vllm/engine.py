@@ -179,15 +179,15 @@ def existing_engine(vllm_config: Any) -> VLLMEngine | None:
 def follow_requests(vllm_config: Any) -> None:
     """Have vLLM's model runner call `VLLMEngine.note_requests` before each step; ImportError if its interfaces differ."""
     if vllm_config.use_v2_model_runner:
-        worker, name, lengths = "vllm.v1.worker.gpu.", "prepare_inputs", "prefill_len_np"
+        prefix, function, lengths = "vllm.v1.worker.gpu.", "prepare_inputs", "prefill_len_np"
     else:
-        worker, name, lengths = "vllm.v1.worker.gpu_", "_update_states", "num_prompt_tokens"
-    runner = f"{worker}model_runner.GPUModelRunner"
-    faults = faults_in({}, {f"{runner}.{name}": ("scheduler_output",), f"{worker}input_batch.InputBatch": {lengths}})
+        prefix, function, lengths = "vllm.v1.worker.gpu_", "_update_states", "num_prompt_tokens"
+    runner_path = f"{prefix}model_runner.GPUModelRunner"
+    faults = faults_in({}, {f"{runner_path}.{function}": ("scheduler_output",), f"{prefix}input_batch.InputBatch": {lengths}})
     if faults:
         raise ImportError(f"flexmask does not support the model runner of this vLLM: {'; '.join(faults)}")
 
-    def prepare(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+    def run_and_note(stock: Any, runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
         batch = stock(runner, scheduler_output, *arguments, **options)
         engine = existing_engine(runner.vllm_config)
         if engine is not None:
@@ -195,11 +195,11 @@ def follow_requests(vllm_config: Any) -> None:
                 request.req_id: decoded_options(getattr(request.sampling_params, "extra_args", None))
                 for request in scheduler_output.scheduled_new_reqs
             }
-            if name == "prepare_inputs":
+            if function == "prepare_inputs":
                 step, alive = batch, runner.req_states.req_id_to_index
             else:
                 step, alive = runner.input_batch, runner.requests
             engine.note_requests(new, step.req_ids, alive, getattr(step, lengths))
         return batch
 
-    wrap_once(pkgutil.resolve_name(runner), name, prepare)
+    wrap_once(pkgutil.resolve_name(runner_path), function, run_and_note)

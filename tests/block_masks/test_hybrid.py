@@ -84,8 +84,8 @@ def test_of_equal_blocks_the_nearest_hold_the_floor(share, by):
 @pytest.mark.parametrize("by", STEPS)
 @pytest.mark.parametrize(
     ("weight", "kept"),
-    # of 0.8 of all, 10 + 18, block 0 holds 10, and the nearest 13 others the rest
-    # beside eleven others block 0 holds 0.8 with a weight of 45
+    # row 18: 10 + 18 = 28, of which 0.8 is 22.4: block 0 holds 10, the 13 nearest others the rest
+    # row 11: block 0 holds 45 of 56, more than 0.8; row 12: 45 of 57, less
     [(10, {18: [0, *range(6, 19)]}), (45, {11: [0, 11], 12: [*range(13)], 18: [*range(19)]})],
     ids=["the sixth halving reaches the floor", "six halvings hold less"],
 )

@@ -115,6 +115,6 @@ def test_memory_is_measured_before_the_first_step(parts, engine):
     _, impl = parts
     engine.prepare.reset_mock()
     output = torch.zeros(3, HEADS, DIM)
-    with pytest.raises(AttributeError):  # the stock backend here has no such run of its own
+    with pytest.raises(AttributeError, match="starts"):  # the stock backend here has no such run of its own
         impl.forward(LAYER, output, output, output, torch.empty(0), None, output)
     engine.prepare.assert_called_once_with(output.device, in_profile=True)
