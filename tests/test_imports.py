@@ -95,6 +95,13 @@ def test_imports_go_downward_only():
     assert not wrong_imports(sources)
 
 
+def test_each_circle_of_types_is_there(monkeypatch):
+    sources = package_sources()
+    for pair in CIRCLES:
+        monkeypatch.setitem(globals(), "CIRCLES", CIRCLES - {pair})
+        assert wrong_imports(sources), pair
+
+
 def test_the_oracle_imports_nothing_of_ours():
     for path in (ROOT / "tests" / "oracle").glob("*.py"):
         if not path.name.startswith("test_"):
